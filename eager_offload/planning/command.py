@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         or the model raises; a line on stderr says why.
     """
     options = _parser().parse_args(arguments)
-    if options.longest:
+    if options.longest is not None:
         return _longest(options)
     from eager_offload.config import size_text  # and torch with it, as below
     from eager_offload.observe.figure import needs_plotly, write_page
@@ -85,6 +85,7 @@ def _longest(options: argparse.Namespace) -> int:
                 optimizer_bytes=options.optimizer_bytes,
                 mesh=_mesh(options.mesh),
                 accumulation=options.accumulation,
+                at_most=options.at_most,
                 progress=told,
             ),
         )
@@ -115,6 +116,9 @@ def _parser() -> argparse.ArgumentParser:
         "--longest",
         metavar="BUDGET",
         help="find the longest sequence that fits so many bytes, such as 75GiB; the function is given the length",
+    )
+    parser.add_argument(
+        "--at-most", type=int, default=1 << 24, help="the longest length that --longest tries; default: %(default)s"
     )
     parser.add_argument("--device-budget", help="bytes of the device, such as 40GiB; default: all that it has")
     parser.add_argument("--host-budget", help="bytes that may rest in the tier at one time; default: any number")

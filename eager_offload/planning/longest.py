@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -10,24 +11,13 @@ import torch
 
 from eager_offload.config import OffloadConfig, parse_size, size_text
 from eager_offload.errors import ConfigError
-from eager_offload.planning.figures import about_text, seconds_text
+from eager_offload.planning.figures import Point, about_text, seconds_text
 from eager_offload.planning.machine import Machine
 from eager_offload.planning.planner import Search, asked_for, search_of
-from eager_offload.planning.replay import Chosen
 from eager_offload.planning.states import Optimizing
 
-#: No sequence is tried that is longer.
-_MOST = 1 << 24
-#: Each way that there is, and the step of it that has the least peak, by which a length fits or does not.
-_WAYS: dict[str, Callable[[Search], Chosen]] = {
-    "none": lambda search: search.nothing.nothing,
-    "checkpointing": lambda search: search.all_again.nothing,
-    "offload": lambda search: search.nothing.share(1.0),
-    "plan": lambda search: min(
-        (search.nothing.all_that_may, search.all_again.all_that_may, search.all_again.nothing),
-        key=lambda one: one.peak_bytes,
-    ),
-}
+#: So many lengths are taken from the line through two peaks before one is halfway; times as long at once, at most.
+_LINES, _JUMP = 3, 4
 
 
 class LongestRow(NamedTuple):
@@ -49,24 +39,27 @@ class Longest:
 
     rows: tuple[LongestRow, ...]
     device_budget: int
-    machine: str
+    machine: Machine
     at_least: int
     """The shortest length that was tried."""
+    at_most: int
+    """The longest length that would have been tried."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain numbers and texts."""
+        """Returns everything in the types that JSON has."""
         return asdict(self) | {"rows": [row._asdict() for row in self.rows]}
 
     def __str__(self) -> str:
         lines = [
-            f"The longest sequence that fits in {size_text(self.device_budget)} on {self.machine}, predicted:",
-            f"{'way':<14} {'length':>10}  {'peak':>9}  {'step':>9}  {'a token':>9}",
+            f"The longest sequence that fits in {size_text(self.device_budget)} on {self.machine.name}, predicted:",
+            f"{'way':<13}  {'length':>18}  {'peak':>9}  {'step':>14}  {'a token':>9}",
         ]
         for way, length, peak, seconds in self.rows:
-            of = length or self.at_least
-            said = f"{length:,}" if 0 < length < _MOST else f"{_MOST:,} +" if length else f"< {self.at_least:,}"
-            token = f"{1e6 * seconds / of:.1f} us"
-            lines.append(f"{way:<14} {said:>10}  {size_text(peak):>9}  {seconds_text(seconds):>9}  {token:>9}")
+            step, token = about_text(self.machine) + seconds_text(seconds), f"{1e6 * seconds / (length or 1):,.3g} us"
+            said = f"{length:,} or more" if length == self.at_most else f"{length:,}"
+            if not length:
+                said, step, token = f"less than {self.at_least:,}", "", ""
+            lines.append(f"{way:<13}  {said:>18}  {size_text(peak):>9}  {step:>14}  {token:>9}".rstrip())
         return "\n".join(lines)
 
 
@@ -75,6 +68,7 @@ def longest(
     device_budget: int | str,
     *,
     at_least: int = 1024,
+    at_most: int = 1 << 24,
     multiple_of: int = 128,
     device: str | Machine = "here",
     optimizer: Optimizing | None = torch.optim.AdamW,
@@ -92,36 +86,53 @@ def longest(
 
         print(eo.longest(make, "75GiB", device="h100"))
 
-    Steps are traced as by :func:`eager_offload.plan`: nothing is run, and a model on ``meta`` is never allocated. 1.
-    Lengths are doubled until one does not fit. 2. Between it and the last one that fits, lengths are taken from the
-    straight line through both peaks, or from the middle. 3. It ends at a length that fits while the next multiple does
-    not.
+    Steps are traced as by :func:`eager_offload.plan`: nothing is run, and a model on ``meta`` is never allocated. A
+    length is traced once for all ways. 1. Lengths grow by a factor of 2 to 4 until one does not fit. 2. Between it and
+    the last one that fits, lengths are taken from the straight line through both peaks, and now and then from the
+    middle. 3. The search ends at a length that fits while the next multiple does not.
 
     Args:
         make: returns ``(model, inputs)`` or ``(model, inputs, loss)`` for a length, as for :func:`eager_offload.plan`.
         device_budget: bytes of the device, or a text such as ``"75GiB"``.
-        at_least: the shortest length that is tried.
+        at_least: the shortest length that is tried, rounded up to a multiple.
+        at_most: the longest length that is tried, such as the positions that the model has, rounded down.
         multiple_of: lengths are multiples of it.
         device, optimizer, optimizer_bytes, mesh, accumulation, config: as for :func:`eager_offload.plan`.
-        progress: called with a way and a length before that is tried.
+        progress: called with a way and a length before that is traced.
 
     Returns:
-        A row for each way. Checkpointing has none where no module of the model repeats.
+        A row for each way. Checkpointing has none where no module of the model repeats. Whether a length fits the plan
+        follows from the least peak of its levels, with all that they keep moved or none of it.
 
     Raises:
-        ConfigError: ``at_least`` or ``multiple_of`` is not a positive number, ``make`` returns something else, or as
-            of :func:`eager_offload.plan`.
+        ConfigError: a length is not a positive number, or no multiple is between both, ``make`` does not take a length
+            or returns something else, or as of :func:`eager_offload.plan`.
         PlanError: a step cannot be traced. Errors of ``make`` and of the model come as they are, with a note that
             names the length.
     """
-    for name, value in (("at_least", at_least), ("multiple_of", multiple_of)):
+    for name, value in (("at_least", at_least), ("at_most", at_most), ("multiple_of", multiple_of)):
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name}={value!r} is not accepted: {name} takes a whole number, 1 or more")
-    budget, first, machine = parse_size(device_budget, "device_budget"), -(-at_least // multiple_of), device
+    first, last = -(-at_least // multiple_of), at_most // multiple_of
+    if first > last:
+        raise ConfigError(
+            f"at_most={at_most!r} is not accepted: no multiple of {multiple_of} is from {at_least} to {at_most}; give "
+            "other lengths, or a smaller multiple_of"
+        )
+    try:
+        inspect.signature(make).bind(at_least)
+    except TypeError as error:
+        name = getattr(make, "__qualname__", type(make).__name__)
+        raise ConfigError(f"{name} is not accepted: it is to be called with a length alone ({error})") from error
+    budget, machine = parse_size(device_budget, "device_budget"), device
+    #: By multiple, and whether a module repeats at any: short sequences may save nothing that is worth it.
     found: dict[int, dict[str, LongestRow]] = {}
+    repeats = False
 
-    def search(length: int) -> Search:
+    def search(way: str, length: int) -> Search:
         nonlocal machine
+        if progress is not None:
+            progress(way, length)
         try:
             made: object = make(length)
             if not isinstance(made, tuple) or len(made) not in (2, 3):
@@ -144,51 +155,53 @@ def longest(
                 accumulation=accumulation,
                 config=config,
             )
-            machine = asked.machine
+            machine = asked.machine  # measured once
             return search_of(asked, model, inputs, loss)
+        except ConfigError:
+            raise
         except Exception as error:
-            error.add_note(f"eager_offload: for a sequence of length {length}")
+            error.add_note(f"eager_offload.longest met this error with a length of {length}")
             raise
 
-    def at(way: str, number: int) -> LongestRow:
-        """Returns what a way takes at that multiple, all ways of which follow from one trace."""
+    def peak(way: str, number: int) -> int:
+        """Returns the least peak of a way at that multiple."""
+        nonlocal repeats
         if number not in found:
-            length = number * multiple_of
-            if progress is not None:
-                progress(way, length)
-            of = search(length)
-            steps = {name: step(of) for name, step in _WAYS.items() if name != "checkpointing" or of.has_blocks}
-            found[number] = {
-                name: LongestRow(name, length, one.peak_bytes, one.step_seconds) for name, one in steps.items()
-            }
-        return found[number][way]
+            of = search(way, length := number * multiple_of)
+            none, moved = Point.least_of(of.nothing.nothing), Point.least_of(of.nothing.share(1.0))
+            repeats = repeats or of.checkpointing is not None
+            points = {"none": none, "checkpointing": of.checkpointing or none, "offload": moved}
+            least = min(points.values())
+            points["plan"] = least if least.peak_bytes <= budget else of.least  # which takes a while
+            found[number] = {name: LongestRow(name, length, *one[1:]) for name, one in points.items()}
+        return found[number][way].peak_bytes
 
     def best(way: str) -> LongestRow:
-        low, high = first, None
-        if at(way, low).peak_bytes > budget:
-            return at(way, low)._replace(length=0)
-        while high is None and low * multiple_of < _MOST:
-            following = min(2 * low, _MOST // multiple_of)
-            low, high = (following, None) if at(way, following).peak_bytes <= budget else (low, following)
-        while high is not None and high - low > 1:
-            below, above = at(way, low).peak_bytes, at(way, high).peak_bytes
-            # Peaks grow nearly evenly; where they do not, halves are as quick as they are sure.
-            part = (budget - below) / max(above - below, 1)
-            guess = low + int(part * (high - low)) if len(tried) % 2 == 0 else (low + high) // 2
-            tried.append(guess := min(max(guess, low + 1), high - 1))
-            low, high = (guess, high) if at(way, guess).peak_bytes <= budget else (low, guess)
-        return at(way, low)
+        if peak(way, first) > budget:
+            return found[first][way]._replace(length=0)
+        low, high, step = first, last + 1, 0
+        while high - low > 1:
+            step += 1
+            if known := [one for one in found if low < one < high]:  # tried for another way
+                number = known[0]
+            elif high not in found:
+                number = min(low * min(max(budget // peak(way, low), 2), _JUMP), last)
+            elif step % (_LINES + 1):  # peaks grow nearly evenly
+                below, above = peak(way, low), peak(way, high)
+                number = low + (budget - below) * (high - low) // (above - below)
+            else:
+                number = (low + high) // 2
+            number = min(max(number, low + 1), high - 1)
+            low, high = (number, high) if peak(way, number) <= budget else (low, number)
+        return found[low][way]
 
-    rows = []
-    for way in [*_WAYS]:
-        tried: list[int] = []
-        if way in found.get(first, _WAYS):
-            rows.append(best(way))
-    if rows[-1].length:  # of the plan, all that it may choose
-        if progress is not None:
-            progress("plan", rows[-1].length)
-        of = search(rows[-1].length)
+    peak("none", first)
+    rows = [best(way) for way in [*found[first]]]
+    if rows[-1].length:  # among all that it may choose
+        of = search("plan", rows[-1].length)
         chosen = of.best(of.mixtures()).chosen
-        rows[-1] = LongestRow("plan", rows[-1].length, chosen.peak_bytes, chosen.step_seconds)
+        if chosen.peak_bytes <= budget:
+            rows[-1] = LongestRow("plan", rows[-1].length, chosen.peak_bytes, chosen.step_seconds)
     assert isinstance(machine, Machine)
-    return Longest(tuple(rows), budget, f"{about_text(machine)}{machine.name}".strip(), first * multiple_of)
+    rows = [row for row in rows if repeats or row.way != "checkpointing"]
+    return Longest(tuple(rows), budget, machine, first * multiple_of, last * multiple_of)

@@ -325,9 +325,10 @@ class Search:
         return self._chooser(self.levels[-1])
 
     @property
-    def has_blocks(self) -> bool:
-        """Whether anything may be computed again."""
-        return bool(self._blocks)
+    def least(self) -> Point:
+        """That of the least peak where all that a level keeps stays, or leaves in the smallest window."""
+        choosers = map(self._chooser, (*self.levels, dict.fromkeys(self._inner, frozenset[int]())))
+        return min(Point.least_of(chooser.share(part)) for chooser in choosers for part in (0.0, 1.0))
 
     @property
     def checkpointing(self) -> Point | None:

@@ -409,11 +409,6 @@ class Chooser:
     def nothing(self) -> Chosen:
         return self.share(0.0)
 
-    @property
-    def all_that_may(self) -> Chosen:
-        """That of the least peak of those that move all that may."""
-        return min((part(1.0) for part in self._parts), key=lambda one: (one.peak_bytes, one.step_seconds))
-
     @cached_property
     def least(self) -> Chosen:
         """That of the least peak."""
