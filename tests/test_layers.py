@@ -85,7 +85,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "integrations": {"config", "core", "eager_offload", "errors", "modules", "observe", "tiers", "torch_private"},
     "doctor": {"chooser", "config", "errors", "offload", "tiers", "torch_private", "version"},
-    "checking": {"config", "errors", "offload", "planning", "running", "version"},
+    "checking": {"config", "errors", "offload", "planning", "running", "runtime", "version"},
     "running": {"config", "contexts", "errors", "observe", "offload", "stats", "tiers", "torch_private"},
     "__main__": {"config", "doctor", "errors", "observe", "version"},
 }
