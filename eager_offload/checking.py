@@ -12,7 +12,7 @@ import ctypes
 import json
 import os
 import random
-import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,13 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nothing moved, or two runs without offload differ.
     """
     options = _parser().parse_args(arguments)
-    if options.run is not None:
-        return _train(options)
     try:
+        if options.run is not None:
+            return _train(options)
         from eager_offload.config import OffloadConfig
         from eager_offload.running import fields_of
 
         OffloadConfig.from_given(None, fields_of(options.settings))
+        if options.recompute and options.device_budget is None:
+            raise ConfigError("--recompute needs --device-budget, the bytes by which a plan is made, such as 40GiB")
         if options.steps < 1:
             raise ConfigError(f"--steps {options.steps} is not accepted: it takes a whole number, 1 or more")
         with tempfile.TemporaryDirectory(prefix="eager_offload_check_") as folder:
@@ -96,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FIELD=VALUE",
         help="a field of OffloadConfig, such as min_bytes=4KiB, or a JSON or TOML file of fields; may be given again",
     )
+    parser.add_argument("--device-budget", help="train by the plan for so many bytes, such as 40GiB")
+    parser.add_argument("--recompute", action="store_true", help="and with the modules that the plan computes again")
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--to", type=Path, help=argparse.SUPPRESS)
@@ -104,18 +108,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(name: str, options: argparse.Namespace, to: Path) -> dict[str, Any]:
     """Trains in a process of its own, and returns what that has written to ``to``."""
-    settings = [f"--settings={one}" for one in options.settings]
-    command = [sys.executable, "-m", "eager_offload", "check", options.function, *settings]
-    command += ["--steps", str(options.steps), "--run", name, "--to", str(to)]
-    # Without it cuBLAS has no deterministic products. It is read when the process begins to compute.
-    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ, "EAGER_OFFLOAD": str(int(_RUNS[name]))}
+    command = [sys.executable, "-m", "eager_offload", "check", options.function, f"--run={name}", f"--to={to}"]
+    command += [f"--steps={options.steps}", *(f"--settings={one}" for one in options.settings)]
+    if _RUNS[name] and options.device_budget is not None:
+        command += [f"--device-budget={options.device_budget}", *["--recompute"][: options.recompute]]
+    # cuBLAS reads its variable when it starts, and has no deterministic products without it.
+    fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0"}
+    environment = {**fixed, **os.environ, "EAGER_OFFLOAD": str(int(_RUNS[name]))}
     if not options.json:
         print(f"{name}: {options.steps} steps ...", file=sys.stderr, flush=True)
     # In the working directory, from which the function is found; what it prints is not this command's.
-    ended = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    ended = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     if ended.returncode or not to.exists():
-        said = "\n".join(ended.stderr.strip().splitlines()[-_LINES:])
-        raise OffloadError(f"the run {name!r} offload failed with status {ended.returncode}:\n{said}")
+        code = ended.returncode
+        how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit status {code}"
+        said = ended.stderr.decode(errors="replace").strip().splitlines()[-_LINES:]
+        raise OffloadError("\n".join([f"could not run: the process {name!r} ended with {how}", *said]))
     found: dict[str, Any] = json.loads(to.read_text())
     return found
 
@@ -134,12 +142,13 @@ def _judge(runs: dict[str, dict[str, Any]]) -> tuple[int, str]:
             f"differs: {other} has other bits with offload than without, where two runs without are equal. Please "
             "report it, with the model"
         )
-    if not moved["moved_bytes"]:
+    if not (moved["moved_bytes"] or moved["again"]):
         return 2, (
             "cannot tell: nothing moved, so equal bits show nothing. Let smaller tensors move, such as by "
             "--settings min_bytes=1KiB --settings keep_last_bytes=0"
         )
-    return 0, f"equal: {count} losses, gradients and parameters of {steps} steps have the same bits with offload"
+    also = f", {moved['again']} modules computed again" if moved["again"] else ""
+    return 0, f"equal: {count} losses, gradients and parameters of {steps} steps have the same bits with offload{also}"
 
 
 def _first_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
@@ -159,49 +168,64 @@ def _train(options: argparse.Namespace) -> int:
     import torch
 
     from eager_offload.offload import Offload
-    from eager_offload.planning.command import function_named
+    from eager_offload.planning.command import model_of
     from eager_offload.planning.trace import loss_of_step
     from eager_offload.running import fields_of
+    from eager_offload.runtime.host import most_resident
+
+    torch.use_deterministic_algorithms(True)
+    _seed()
+    model, inputs, loss = model_of(options.function)
+    if any(one.is_meta for one in [*model.parameters(), *model.buffers()]):
+        raise ConfigError(f"{options.function!r} is not accepted: its model is on meta, and a step has to run")
+    fields, sgd, planned = fields_of(options.settings), torch.optim.SGD, None
+    if options.device_budget is not None:
+        from eager_offload.planning.planner import plan  # only here: it imports much
+
+        budget, again = options.device_budget, options.recompute
+        planned = plan(
+            model, inputs, loss=loss, device_budget=budget, optimizer=sgd, recompute=again, config=fields or None
+        )
+        if not planned.fits:
+            raise OffloadError(f"no plan fits in {budget}: {planned.least_budget:,} bytes are the least")
+    offload = Offload(fields, plan=planned)
+    offload.skip_in(model)
+    optimizer = sgd([one for one in model.parameters() if one.requires_grad], lr=1e-3)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    steps, seconds = list[dict[str, str]](), list[float]()
+    _seed()
+    with planned.apply(model) if planned else nullcontext():
+        for _ in range(options.steps):
+            begin = time.perf_counter()
+            with offload if _RUNS[options.run] else nullcontext():
+                total = loss_of_step(model, inputs, loss)
+            torch.autograd.backward(total)
+            if accelerator is not None:
+                torch.accelerator.synchronize()
+            seconds.append(time.perf_counter() - begin)
+            found = {"the loss": _digest(total), **_digests(model, "gradient")}
+            del total
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(found | _digests(model, "parameter"))
+    allocated = 0 if accelerator is None else torch.accelerator.max_memory_allocated()
+    figures = {
+        "seconds": statistics.median(seconds[1:] or seconds),
+        "peak_bytes": allocated or most_resident(),  # a model may train on the CPU beside an accelerator
+        "moved_bytes": offload.stats(synchronize=True).bytes_out // options.steps,
+        "again": len(planned.again) if planned else 0,
+    }
+    options.to.write_text(json.dumps({"steps": steps, **figures}))
+    return 0
+
+
+def _seed() -> None:
+    import torch
 
     random.seed(0)
     torch.manual_seed(0)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(0)
-    torch.use_deterministic_algorithms(True)
-    made = function_named(options.function)()
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ConfigError(
-            f"{options.function!r} is not accepted: it must return (model, inputs) or (model, inputs, loss), and "
-            f"returned {type(made).__name__}"
-        )
-    model, inputs, loss = made if len(made) == 3 else (*made, None)
-    trained = [one for one in model.parameters() if one.requires_grad]
-    if any(one.is_meta for one in model.parameters()):
-        raise ConfigError(f"{options.function!r} is not accepted: its model is on meta, and a step has to run")
-    offload = Offload(fields_of(options.settings))
-    offload.skip_in(model)
-    optimizer = torch.optim.SGD(trained, lr=1e-3)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    steps, seconds = list[dict[str, str]](), list[float]()
-    for _ in range(options.steps):
-        begin = time.perf_counter()
-        with offload if _RUNS[options.run] else nullcontext():
-            total = loss_of_step(model, inputs, loss)
-        torch.autograd.backward(total)
-        if accelerator is not None:
-            torch.accelerator.synchronize()
-        seconds.append(time.perf_counter() - begin)
-        found = {"the loss": _digest(total), **_digests(model, "gradient")}
-        del total
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append(found | _digests(model, "parameter"))
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak = 1024 * kilobytes if accelerator is None else torch.accelerator.max_memory_allocated()
-    moved = offload.stats(synchronize=True).bytes_out // options.steps
-    figures = {"seconds": statistics.median(seconds[1:] or seconds), "peak_bytes": peak, "moved_bytes": moved}
-    options.to.write_text(json.dumps({"steps": steps, **figures}))
-    return 0
 
 
 def _digests(model: nn.Module, kind: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,16 @@ def draws_from_the_system() -> Any:
     return _blocks(Noisy(64, 64))
 
 
-def is_another_one_with_offload() -> Any:
+def has_other_gradients_with_offload() -> Any:
     class Looks(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * 2 if os.environ["EAGER_OFFLOAD"] == "1" else x)
+            out = super().forward(x)
+            if os.environ["EAGER_OFFLOAD"] == "1":
+                out.register_hook(lambda grad: grad * 2)
+            return out
 
     return _blocks(Looks(64, 64, bias=False))
+
+
+def is_killed() -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)

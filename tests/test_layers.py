@@ -87,7 +87,7 @@ ROOMS: dict[str, set[str]] = {
         *("config", "contexts", "core", "eager_offload", "errors", "modules", "observe", "tiers", "torch_private"),
     },
     "doctor": {"chooser", "config", "errors", "offload", "tiers", "torch_private", "version"},
-    "checking": {"config", "errors", "offload", "planning", "running", "version"},
+    "checking": {"config", "errors", "offload", "planning", "running", "runtime", "version"},
     "running": {"config", "errors", "integrations", "observe", "offload", "stats", "tiers"},
     "__main__": {"config", "doctor", "errors", "observe", "version"},
 }

@@ -15,6 +15,8 @@ from eager_offload.planning import POLICIES
 from eager_offload.planning.machine import TABLE
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from eager_offload.planning.plan import Plan
 
 T = TypeVar("T")
@@ -74,7 +76,7 @@ def _longest(options: argparse.Namespace) -> int:
         for name in ("device_budget", "host_budget", "policy", "recompute", "front", "save", "html"):
             if getattr(options, name) not in (None, False, POLICIES[0]):
                 raise ConfigError(f"--{name.replace('_', '-')} does not go with --longest: leave one of them out")
-        make = function_named(options.function)
+        make = _function(options.function)
         found = _said(
             options.function,
             lambda: longest(
@@ -140,17 +142,13 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(options: argparse.Namespace) -> Plan:
     from eager_offload.planning.planner import plan  # and torch with it, which --help does not wait for
 
-    made = _said(options.function, function_named(options.function))
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ConfigError(
-            f"{options.function!r} is not accepted: it must return (model, inputs) or (model, inputs, loss), and "
-            f"returned {type(made).__name__}"
-        )
+    model, inputs, loss = model_of(options.function)
     return _said(
         options.function,
         lambda: plan(
-            *made[:2],
-            loss=made[2] if len(made) == 3 else None,
+            model,
+            inputs,
+            loss=loss,
             device=options.device,
             device_budget=options.device_budget,
             host_budget=options.host_budget,
@@ -199,8 +197,18 @@ def _optimizer(text: str) -> Any:
     return kind
 
 
-def function_named(text: str) -> Callable[..., Any]:
-    """Returns the function of that ``module:function``; the module is found from here, as `python -m` finds it."""
+def model_of(text: str) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
+    """Returns the model, its inputs and its loss, if any, that the function ``module:function`` makes."""
+    made = _said(text, _function(text))
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ConfigError(
+            f"{text!r} is not accepted: it must return (model, inputs) or (model, inputs, loss), and "
+            f"returned {type(made).__name__}"
+        )
+    return (*made[:2], made[2] if len(made) == 3 else None)
+
+
+def _function(text: str) -> Callable[..., Any]:
     module, colon, name = text.partition(":")
     if not (module and colon and name):
         raise ConfigError(f"{text!r} is not accepted: name a function as module:function")

@@ -83,7 +83,7 @@ class HostRuntime(Runtime):
         #: Bytes that the process had resident when it was last asked.
         self._rss = 0
         #: The most bytes that were seen to be resident in the step, and were in the process before it.
-        self._seen, self._most_before = 0, _most_resident()
+        self._seen, self._most_before = 0, most_resident()
         tell_after_fork(self)
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> Stream:
@@ -104,7 +104,7 @@ class HostRuntime(Runtime):
     def release_idle(self) -> None:
         super().release_idle()
         self.pool.release_idle()
-        self._seen, self._most_before = 0, _most_resident()
+        self._seen, self._most_before = 0, most_resident()
 
     def release_freed(self, setting: bool | str) -> None:
         """Begins to return freed memory to the system; ``setting`` as in a config."""
@@ -117,7 +117,7 @@ class HostRuntime(Runtime):
         return DeviceMemory(self._rss)
 
     def step_peak(self, device: torch.device) -> int | None:
-        most = _most_resident()
+        most = most_resident()
         with suppress(psutil.Error, OSError):
             self._seen = max(self._seen, self._resident())
         return (most if most > self._most_before else self._seen) or None
@@ -202,7 +202,8 @@ class HostRuntime(Runtime):
         trim.after_fork()
 
 
-def _most_resident() -> int:
+def most_resident() -> int:
+    """Returns the most memory that the process has had by the system's account; 0 where it keeps none."""
     if sys.platform == "win32":
         return 0
     import resource  # which Windows has not
