@@ -3,9 +3,11 @@
 ``ResidentQueue`` says when a copy is due and ``PrefetchOrder`` what comes back next, as in training. What is here adds
 time and bytes:
 
-    host       enqueues operators and copies, ``launch_seconds`` a call; it waits where the window is full
+    host       enqueues operators and copies, ``launch_seconds`` a call; it waits where the window is full, and where
+               it is ``_QUEUED`` operators ahead of compute
     compute    runs operators in order; it waits where a tensor that it needs has not arrived
-    out, back  carry one copy at a time, in the order in which they were enqueued
+    out, back  carry one copy at a time, in the order in which they were enqueued; a copy out that is held back
+               (``engine/transfers.py``) is cancelled when backward asks for its bytes
 
 Memory counts as in a caching allocator: when the host enqueues. A source goes when the host knows that its copy is
 over, which it asks at each save and each unpack. Without ``launch_seconds`` the host waits for every operator.
@@ -26,7 +28,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import add
 from typing import NamedTuple
 
@@ -109,6 +111,13 @@ class Replay:
         return Chosen(problem, self.run(tuple(share(problem.timeline, fraction)), problem), fraction)
 
 
+#: Operators that a device takes before those that it was given are done: CUDA's queue has 1,024 launches, of which an
+#: operator and the copies and events beside it take about two. Rows of an H100 are met with that.
+_QUEUED = 512
+#: Copies out that the transfer stream is given at a time, or bytes of so many seconds or of such a part of what moves.
+_GIVEN, _GIVEN_SECONDS, _GIVEN_PART = 2, 1e-3, 1 / 32
+
+
 class _Stored:
     __slots__ = ("is_gone", "number")
 
@@ -120,6 +129,7 @@ class _Step:
     def __init__(self, of: Replay, problem: Problem, moves: Moves) -> None:
         self.of, self.moves = of, moves
         self.problem, self.saves, self.storages = problem, of.saves, problem.program.storages
+        self.given_bytes = min(problem.out * _GIVEN_SECONDS, problem.program.movable_bytes * _GIVEN_PART)
         self.launch, self.host_waits = problem.launch_seconds, not (problem.launch_seconds or problem.ordered)
         self.queue, self.order, self.uses = ResidentQueue(0), PrefetchOrder(problem.ahead), StepUses()
         self.stored = [_Stored(number) for number in range(len(self.storages))]
@@ -127,6 +137,8 @@ class _Step:
         self.host = self.compute = self.clear_from = self.out_free = self.in_free = 0.0
         #: The operator that is enqueued next.
         self.at = 0
+        #: Stretches of operators between which compute may wait: the first one, and how late it is.
+        self.stretches: deque[tuple[int, float]] = deque()
         self.change = [0] * (len(problem.op_seconds) + 1)
         #: Copies out that the host does not know to be over, the oldest first: when each is, and of which storage.
         self.leaving: deque[tuple[float, int]] = deque()
@@ -150,9 +162,13 @@ class _Step:
         for op in of.ops:
             if op > self.at:  # the operators before it are enqueued
                 seconds, calls = self.problem.begins[op] - self.problem.begins[self.at], op - self.at
-                self.compute = max(self.compute, self.host + self.launch, self.clear_from) + seconds
+                begin = max(self.compute, self.host + self.launch, self.clear_from)
+                self.compute = begin + seconds
+                self.stretches.append((self.at, begin - self.problem.begins[self.at]))
                 self.host = self.compute if self.host_waits else self.host + self.launch * calls
                 self.at = op
+                if self.launch and op > _QUEUED:
+                    self._wait_for_the_queue(op - _QUEUED)
             for save in of.saves_at.get(op, ()):
                 self._save(save)
             if op == program.forward_ops:
@@ -172,6 +188,12 @@ class _Step:
 
     def _reached(self) -> float:
         return max(self.compute, self.clear_from, self.host)
+
+    def _wait_for_the_queue(self, done: int) -> None:
+        """Waits until the operators before ``done`` have run."""
+        while len(self.stretches) > 1 and self.stretches[1][0] < done:
+            self.stretches.popleft()
+        self.host = max(self.host, self.problem.begins[done] + self.stretches[0][1])
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -257,6 +279,7 @@ class _Step:
             self._end_node()
         self._poll()
         self.queue.discard(self.of.first[number])  # what has not begun to leave stays
+        self._cancel(number)
         if number not in self.here:
             self._bring(number)
         self.asked.append(save)
@@ -281,6 +304,24 @@ class _Step:
                 if self.host_waits:
                     self.host = max(self.host, self.back[number])
         self.rank += 1
+
+    def _cancel(self, number: int) -> None:
+        """Keeps a copy out from starting that is held back, and has those behind it leave earlier."""
+        held = next((at for at, (_, one) in enumerate(self.leaving) if one == number), 0)
+        if held < _GIVEN or self.problem.ordered:
+            return
+        before = sum(self.storages[one].moved_bytes for _, one in islice(self.leaving, held))
+        nbytes = self.storages[number].moved_bytes
+        if before + nbytes <= self.given_bytes:
+            return
+        seconds = nbytes / self.problem.out
+        for at in range(held + 1, len(self.leaving)):
+            over, one = self.leaving[at]
+            self.leaving[at] = over - seconds, one
+            self.left[one] -= seconds
+        del self.leaving[held], self.left[number]
+        self.leaving_bytes -= nbytes
+        self.out_free -= seconds
 
     def _end_node(self) -> None:
         """Has the handles of a node go with it, and what the node was given unless that is asked for soon."""

@@ -58,6 +58,8 @@ class ClockedRuntime(Runtime):
         host_waits: the host waits for each operator, as where it computes itself.
     """
 
+    holds_copies_back = True
+
     def __init__(self, *, out_bandwidth: float, in_bandwidth: float, launch_seconds: float, host_waits: bool) -> None:
         super().__init__()
         self.launch_seconds = launch_seconds
