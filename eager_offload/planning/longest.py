@@ -101,8 +101,9 @@ def longest(
         progress: called with a way and a length before that is traced.
 
     Returns:
-        A row for each way. Checkpointing has none where no module of the model repeats. Whether a length fits the plan
-        follows from the least peak of its levels, with all that they keep moved or none of it.
+        A row for each way. Checkpointing has none where no module of the model repeats. The length of the plan is
+        found by the least peak of its levels, with all that they keep moved or none of it, and from there on by whole
+        plans.
 
     Raises:
         ConfigError: a length is not a positive number, or no multiple is between both, ``make`` does not take a length
@@ -197,11 +198,15 @@ def longest(
 
     peak("none", first)
     rows = [best(way) for way in [*found[first]]]
-    if rows[-1].length:  # among all that it may choose
-        of = search("plan", rows[-1].length)
+    # Some of all that a plan may choose have a smaller peak than those by which its length was found.
+    number = rows[-1].length // multiple_of
+    while 0 < number <= last:
+        of = search("plan", length := number * multiple_of)
         chosen = of.best(of.mixtures()).chosen
-        if chosen.peak_bytes <= budget:
-            rows[-1] = LongestRow("plan", rows[-1].length, chosen.peak_bytes, chosen.step_seconds)
+        if chosen.peak_bytes > budget:
+            break
+        rows[-1] = LongestRow("plan", length, chosen.peak_bytes, chosen.step_seconds)
+        number += 1
     assert isinstance(machine, Machine)
     rows = [row for row in rows if repeats or row.way != "checkpointing"]
     return Longest(tuple(rows), budget, machine, first * multiple_of, last * multiple_of)

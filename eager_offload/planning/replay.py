@@ -308,7 +308,7 @@ class _Step:
     def _cancel(self, number: int) -> None:
         """Keeps a copy out from starting that is held back, and has those behind it leave earlier."""
         held = next((at for at, (_, one) in enumerate(self.leaving) if one == number), 0)
-        if held < _GIVEN or self.problem.ordered:
+        if held < _GIVEN or not self.launch or self.problem.ordered:
             return
         before = sum(self.storages[one].moved_bytes for _, one in islice(self.leaving, held))
         nbytes = self.storages[number].moved_bytes

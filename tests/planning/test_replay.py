@@ -99,7 +99,7 @@ def test_so_it_does_where_modules_are_computed_again() -> None:
     expected = gradients(model, lambda: model(x))[1:]
     with plan.apply(model):
         offload = stage.offload(plan=plan)
-        for _ in range(6):
+        for _ in range(12):  # one storage is a 15th of the peak, and the controller goes in small steps
             step = stage.step(offload, model, x, lambda: model(x))
             assert_identical(expected, [one.grad for one in model.parameters()])
         table = offload.step_table()
