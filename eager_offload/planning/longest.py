@@ -179,18 +179,18 @@ def longest(
     def best(way: str) -> LongestRow:
         if peak(way, first) > budget:
             return found[first][way]._replace(length=0)
-        low, high, step = first, last + 1, 0
+        low, high, lines = first, last + 1, 0
         while high - low > 1:
-            step += 1
             if known := [one for one in found if low < one < high]:  # tried for another way
                 number = known[0]
             elif high not in found:
-                number = min(low * min(max(budget // peak(way, low), 2), _JUMP), last)
-            elif step % (_LINES + 1):  # peaks grow nearly evenly
+                number = low * min(max(budget // peak(way, low), 2), _JUMP)
+            elif lines < _LINES:  # peaks grow nearly evenly
+                lines += 1
                 below, above = peak(way, low), peak(way, high)
                 number = low + (budget - below) * (high - low) // (above - below)
             else:
-                number = (low + high) // 2
+                number, lines = (low + high) // 2, 0
             number = min(max(number, low + 1), high - 1)
             low, high = (number, high) if peak(way, number) <= budget else (low, number)
         return found[low][way]
