@@ -119,11 +119,11 @@ def longest(
             f"at_most={at_most!r} is not accepted: no multiple of {multiple_of} is from {at_least} to {at_most}; give "
             "other lengths, or a smaller multiple_of"
         )
+    of_user = getattr(make, "__qualname__", type(make).__name__)
     try:
         inspect.signature(make).bind(at_least)
     except TypeError as error:
-        name = getattr(make, "__qualname__", type(make).__name__)
-        raise ConfigError(f"{name} is not accepted: it is to be called with a length alone ({error})") from error
+        raise ConfigError(f"{of_user} is not accepted: it is to be called with a length alone ({error})") from error
     budget, machine = parse_size(device_budget, "device_budget"), device
     #: By multiple, and whether a module repeats at any: short sequences may save nothing that is worth it.
     found: dict[int, dict[str, LongestRow]] = {}
@@ -137,8 +137,8 @@ def longest(
             made: object = make(length)
             if not isinstance(made, tuple) or len(made) not in (2, 3):
                 raise ConfigError(
-                    "make is not accepted: it must return (model, inputs) or (model, inputs, loss), and returned "
-                    f"{type(made).__name__}"
+                    f"{of_user} is not accepted: it must return (model, inputs) or (model, inputs, loss), and "
+                    f"returned {type(made).__name__}"
                 )
             model, inputs, loss = made if len(made) == 3 else (*made, None)
             asked = asked_for(
