@@ -26,7 +26,7 @@ from eager_offload.planning.levels import Kept, kind_of_call
 from eager_offload.planning.verify import Check, may_check, shape_of
 from eager_offload.torch_private.autograd import current_backward
 from eager_offload.torch_private.calls import schema_of, without_torch_function
-from eager_offload.torch_private.memory import storage_key, tensors_in, tree_iter
+from eager_offload.torch_private.memory import storage_key, tensors_in, tree_iter, weak_storage
 
 #: Which calls are checked: the first of each kind, all, none.
 Verify: TypeAlias = Literal["auto"] | bool
@@ -339,8 +339,8 @@ class _Flow:
 
     def __init__(self) -> None:
         #: By storage its name, and the offset in it of an argument of the block.
-        self._names: dict[int, tuple[tuple[object, int], int]] = {}
-        self._elsewhere: dict[int, tuple[tuple[object, int], int]] = {}
+        self._names = _Names()
+        self._elsewhere = _Names()
         #: Numbers of operators whose results were written to: not every view of one has versions in common with it.
         self.written = set[object]()
         #: The storages that the last operator was given.
@@ -351,13 +351,15 @@ class _Flow:
 
     def begin(self, given: Iterable[Any], forward: _Flow | None = None) -> None:
         """Names the arguments of the block: in forward, or as they are when it is computed again."""
-        if self._names:
+        if self._names.known:
             return  # results are taken in the first run alone
         tensors = [one for one in given if type(one) in _PLAIN and _has_storage(one)]
-        keys = [storage_key(one.untyped_storage()) for one in tensors]
+        storages = [one.untyped_storage() for one in tensors]
+        keys = [*map(storage_key, storages)]
         self._forward, self._first = forward, [keys.index(key) for key in keys] if forward is None else forward._first
-        for key, first, one in zip(keys, self._first, tensors, strict=False):
-            self._names.setdefault(key, (("given", first), one.storage_offset()))
+        for storage, first, one in zip(storages, self._first, tensors, strict=False):
+            if self._names.of(storage) is None:
+                self._names.add(storage, ("given", first), one.storage_offset())
 
     def call(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any] | None) -> object:
         """Returns what tells a call of an operator from others."""
@@ -366,7 +368,7 @@ class _Flow:
         for place, name in _written(func):
             for one in tensors_in(args[place] if place < len(args) else (named or {}).get(name)):
                 if type(one) in _PLAIN and _has_storage(one):
-                    made = self._names.get(storage_key(one.untyped_storage()))
+                    made = self._names.of(one.untyped_storage())
                     self.written.add(made and made[0][0])
         return [*told, *((key, self._told(one)) for key, one in named.items())] if named else told
 
@@ -374,9 +376,9 @@ class _Flow:
         """Names what that operator has made, counted from 1; what shares memory with what it was given has a name."""
         for place, one in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
             if type(one) in _PLAIN and _has_storage(one):
-                key = storage_key(one.untyped_storage())
-                if key not in self._given:
-                    self._names[key] = (number, place), 0
+                storage = one.untyped_storage()
+                if storage_key(storage) not in self._given:
+                    self._names.add(storage, (number, place))
 
     def _told(self, one: Any) -> object:
         kind = type(one)
@@ -388,15 +390,35 @@ class _Flow:
             return kind
         if not one.dim() and kind is Tensor:  # a number that Python makes has the memory of what has gone
             return one.dtype
-        key = storage_key(one.untyped_storage())
-        self._given.append(key)
-        name, offset = self._names.get(key) or self._from_elsewhere(key)
+        storage = one.untyped_storage()
+        self._given.append(storage_key(storage))
+        name, offset = self._names.of(storage) or self._from_elsewhere(storage)
         return name, one.storage_offset() - offset, one.shape, one.stride(), one.dtype
 
-    def _from_elsewhere(self, key: int) -> tuple[tuple[object, int], int]:
-        known = None if self._forward is None else self._forward._elsewhere.get(key)
-        found = self._names[key] = self._elsewhere[key] = known or (("elsewhere", len(self._elsewhere)), 0)
-        return found
+    def _from_elsewhere(self, storage: torch.UntypedStorage) -> tuple[tuple[object, int], int]:
+        known = None if self._forward is None else self._forward._elsewhere.of(storage)
+        name, _ = known or (("elsewhere", len(self._elsewhere.known)), 0)
+        self._names.add(storage, name)
+        self._elsewhere.add(storage, name)
+        return name, 0
+
+
+class _Names:
+    """Names of storages, each for as long as it lives: another one may have its key afterwards."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[Callable[[], object], tuple[object, int], int]] = {}
+
+    def add(self, storage: torch.UntypedStorage, name: tuple[object, int], offset: int = 0) -> None:
+        self.known[storage_key(storage)] = weak_storage(storage), name, offset
+
+    def of(self, storage: torch.UntypedStorage) -> tuple[tuple[object, int], int] | None:
+        """Returns the name of a storage, and an offset in it."""
+        weak, name, offset = self.known.get(storage_key(storage), _NO_NAME)
+        return (name, offset) if weak() is storage else None
+
+
+_NO_NAME: tuple[Callable[[], object], tuple[object, int], int] = (lambda: None), ("", 0), 0
 
 
 #: Of other classes even the shape may be asked of the modes.

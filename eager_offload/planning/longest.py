@@ -120,11 +120,11 @@ def longest(
             f"at_most={at_most!r} is not accepted: no multiple of {multiple_of} is from {at_least} to {at_most}; give "
             "other lengths, or a smaller multiple_of"
         )
+    of_user = getattr(make, "__qualname__", type(make).__name__)
     try:
         inspect.signature(make).bind(at_least)
     except TypeError as error:
-        name = getattr(make, "__qualname__", type(make).__name__)
-        raise ConfigError(f"{name} is not accepted: it is to be called with a length alone ({error})") from error
+        raise ConfigError(f"{of_user} is not accepted: it is to be called with a length alone ({error})") from error
     budget, machine = parse_size(device_budget, "device_budget"), device
     #: By multiple, and whether a module repeats at any: short sequences may save nothing that is worth it.
     found: dict[int, dict[str, LongestRow]] = {}
@@ -138,8 +138,8 @@ def longest(
             made: object = make(length)
             if not isinstance(made, tuple) or len(made) not in (2, 3):
                 raise ConfigError(
-                    "make is not accepted: it must return (model, inputs) or (model, inputs, loss), and returned "
-                    f"{type(made).__name__}"
+                    f"{of_user} is not accepted: it must return (model, inputs) or (model, inputs, loss), and "
+                    f"returned {type(made).__name__}"
                 )
             model, inputs, loss = made if len(made) == 3 else (*made, None)
             asked = asked_for(
@@ -180,18 +180,18 @@ def longest(
     def best(way: str) -> LongestRow:
         if peak(way, first) > budget:
             return found[first][way]._replace(length=0)
-        low, high, step = first, last + 1, 0
+        low, high, lines = first, last + 1, 0
         while high - low > 1:
-            step += 1
             if known := [one for one in found if low < one < high]:  # tried for another way
                 number = known[0]
             elif high not in found:
-                number = min(low * min(max(budget // peak(way, low), 2), _JUMP), last)
-            elif step % (_LINES + 1):  # peaks grow nearly evenly
+                number = low * min(max(budget // peak(way, low), 2), _JUMP)
+            elif lines < _LINES:  # peaks grow nearly evenly
+                lines += 1
                 below, above = peak(way, low), peak(way, high)
                 number = low + (budget - below) * (high - low) // (above - below)
             else:
-                number = (low + high) // 2
+                number, lines = (low + high) // 2, 0
             number = min(max(number, low + 1), high - 1)
             low, high = (number, high) if peak(way, number) <= budget else (low, number)
         return found[low][way]
