@@ -89,7 +89,10 @@ def _parser() -> argparse.ArgumentParser:
         "`python -m` finds modules",
     )
     parser.add_argument(
-        "--steps", type=int, default=6, help="of SGD; from the 4th on a step is looked up; default: %(default)s"
+        "--steps",
+        type=int,
+        default=6,
+        help="of SGD; from the 4th on, offload follows a table of the step; default: %(default)s",
     )
     parser.add_argument(
         "--settings",
@@ -176,7 +179,7 @@ def _train(options: argparse.Namespace) -> int:
     torch.use_deterministic_algorithms(True)
     _seed()
     model, inputs, loss = model_of(options.function)
-    if any(one.is_meta for one in [*model.parameters(), *model.buffers()]):
+    if any(one.is_meta for one in model.parameters()):
         raise ConfigError(f"{options.function!r} is not accepted: its model is on meta, and a step has to run")
     fields, sgd, planned = fields_of(options.settings), torch.optim.SGD, None
     if options.device_budget is not None:

@@ -64,9 +64,11 @@ def test_where_nothing_moves_equal_bits_tell_nothing(capsys: Printed) -> None:
 
 
 @pytest.mark.long
-def test_modules_that_a_plan_computes_again(capsys: Printed) -> None:
-    assert check("right", "--device-budget=560KiB", "--recompute", MOVES[0]) == 0
-    assert "modules computed again" in capsys.readouterr().out
+def test_a_model_that_trains_by_a_plan(capsys: Printed) -> None:
+    assert check("right", "--steps=4", "--device-budget=700KiB", "--recompute", MOVES[0]) == 0
+    assert capsys.readouterr().out.startswith("equal: ")
+    assert check("right", "--steps=1", "--device-budget=1KiB", MOVES[0]) == 2
+    assert "no plan fits in 1KiB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

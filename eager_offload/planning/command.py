@@ -198,7 +198,7 @@ def _optimizer(text: str) -> Any:
 
 
 def model_of(text: str) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
-    """Returns the model, its inputs and its loss, if any, that the function ``module:function`` makes."""
+    """Returns the model, the inputs and the loss, if any, that the function ``module:function`` makes."""
     made = _said(text, _function(text))
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ConfigError(
