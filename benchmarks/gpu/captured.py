@@ -54,6 +54,8 @@ class Turns:
     #: Above parameters and optimizer: the peak, or what a graph holds.
     device_bytes: int
     moved_bytes: int = 0
+    #: What the host has waited for transfers in a step, which is no work of its own.
+    waited_seconds: float = 0.0
     #: Tensors that are saved in a step, and those that move.
     saved: int = 0
     moved: int = 0
@@ -86,6 +88,7 @@ def capture(job: Job) -> None:
             host_ms=median(way.host_seconds) * 1e3,
             device_mib=way.device_bytes / MIB,
             moved_mib=way.moved_bytes / MIB,
+            waited_ms=way.waited_seconds * 1e3,
             saved=way.saved,
             moved=way.moved,
             same=way.losses == ways["eager"].losses,
@@ -107,7 +110,14 @@ def _eager(shape: Shape, batches: list[Tensor], offload: eo.Offload | None) -> T
     if offload is None:
         return Turns(step, peak)
     stats, steps = offload.stats(synchronize=True), WARM_UP + 1
-    return Turns(step, peak, stats.bytes_out // steps, stats.saved_tensors // steps, stats.offloaded_tensors // steps)
+    return Turns(
+        step,
+        peak,
+        stats.bytes_out // steps,
+        stats.host_wait_seconds / steps,
+        stats.saved_tensors // steps,
+        stats.offloaded_tensors // steps,
+    )
 
 
 def _captured(shape: Shape, batches: list[Tensor], offload: eo.Offload | None) -> Turns:

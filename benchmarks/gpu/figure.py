@@ -49,7 +49,11 @@ def _text(rows: list[Row]) -> str:
     for title, what, columns in (
         ("Bits", "bits", ("same", "moved_bytes", "failure")),
         ("Sanitizer", "sanitizer", ("verdict", "copies_seen", "bytes_seen", "bytes_moved")),
-        ("Capture", "capture", ("step_ms", "host_ms", "device_mib", "moved_mib", "saved", "moved", "same")),
+        (
+            "Capture",
+            "capture",
+            ("step_ms", "host_ms", "waited_ms", "device_mib", "moved_mib", "saved", "moved", "same"),
+        ),
         ("Frameworks", "framework", ("peak_gib", "step", "out_gib", "same")),
         ("Pinning", "pin", ("seconds", "unpin_seconds", "pinned")),
         ("Fork", "fork", ("seconds",)),
