@@ -94,7 +94,7 @@ def test_checkpointing_is_a_way_where_only_longer_sequences_save_what_is_worth_i
         ({"device_budget": "much"}, "device_budget='much' is not accepted"),
         ({"make": lambda length: length}, r"it must return \(model, inputs\) or .* and returned int"),
     ],
-    ids=str,
+    ids=["at_least", "multiple_of", "at_most", "no length", "no unit", "no size", "no pair"],
 )
 def test_what_is_not_accepted(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(eo.ConfigError, match=said):
