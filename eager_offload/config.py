@@ -237,7 +237,8 @@ class OffloadConfig(_BesideFields):
 
     only: tuple[str, ...] | Sequence[str] | str = ()
     """Patterns of module names, such as ``["*.mlp"]``, whose saved tensors alone may move, also those of modules inside
-    them; all others stay. Otherwise as ``skip``, which may leave out a part of what ``only`` names."""
+    them; all others stay. Otherwise as ``skip``, which may leave out a part of what ``only`` names. Where
+    several objects are in force on a thread, a call that one of them names counts for all."""
 
     release_freed_memory: bool | Auto = "auto"
     """Whether memory that is freed goes back to the system while CPU tensors move, so that the process gets smaller.

@@ -52,7 +52,7 @@ from eager_offload.stats import Accounts, KeepReason, OffloadStats
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.forking import Living, can_begin_nothing
 from eager_offload.torch_private.calls import without_caller_modes
-from eager_offload.torch_private.inductor import compiler_is_loaded, on_first_compile
+from eager_offload.torch_private.inductor import compiler_is_loaded, hide_from_compilers, on_first_compile
 
 #: All live objects of the process.
 _alive: Living[Offload] = Living()
@@ -348,17 +348,17 @@ class Offload:
         a ``with`` of this object or outside of any. The tensor must be whole: queued on the current stream at least.
 
         Args:
-            tensor: of any shape, type and device.
+            tensor: of any shape, type and device; it keeps its memory (no ``resize_``) until its copy is over. In
+                compiled code the call breaks the graph.
 
         Raises:
-            OffloadError: in compiled code, which a capture or ``torch.compile`` traces, or if a signal handler or the
-                like calls it during a call of the library.
+            OffloadError: ``tensor`` is none, or an inference tensor; the current stream is being captured into a graph
+                that is not ours; or a signal handler or the like calls it during a call of the library.
         """
-        if torch.compiler.is_compiling():
-            raise OffloadError(
-                "hold cannot be compiled: call it outside of compiled code, or in a function that is "
-                "decorated with torch.compiler.disable"
-            )
+        given: object = tensor
+        if not isinstance(given, Tensor) or given.is_inference():
+            what = "an inference tensor, which has no version," if isinstance(given, Tensor) else briefly(given)
+            raise OffloadError(f"{what} is not accepted: hold takes a tensor that was made outside of inference mode")
         if not self.config.enabled:
             return HeldTensor(stays(tensor))
         self._in_vain.is_used()
@@ -376,8 +376,8 @@ class Offload:
 
             torch_remat.checkpoint(block, x, saved_tensors_hooks=offload.saved_tensors_hooks())
 
-        It packs for this object in any thread, in a ``with`` of it or outside. Compilers leave it to autograd to call
-        it. With ``enabled=False`` everything stays.
+        It packs for this object in any thread, in a ``with`` of it or outside; there the last saves wait for further
+        ones before they leave. Compilers leave it to autograd to call it. With ``enabled=False`` everything stays.
         """
         if not self.config.enabled:
             return stays, contexts.unpack
@@ -790,3 +790,4 @@ _first_compile = on_first_compile(_prepare_all)
 contexts.process.make_owner = _made
 watch.notes, watch.is_wanted, watch.ended = _notes, _alive.__bool__, _note_step_peaks
 OffloadStats._advise, OffloadStats._describe = staticmethod(advise), staticmethod(describe)
+hide_from_compilers(Offload.hold)

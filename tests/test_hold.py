@@ -204,6 +204,22 @@ def test_what_stays_and_what_is_refused(backend: Backend) -> None:
     assert torch.equal(unpack(pack(small)), small)
 
 
+def test_compiled_code_breaks_where_it_holds(users_backend: Backend) -> None:
+    offload = users_backend.offload()
+
+    def run(x: Tensor) -> Tensor:
+        held = offload.hold(x.sin())
+        return held.restore().cos()
+
+    x = torch.randn(N)
+    assert torch.equal(torch.compile(run, backend="eager")(x), x.sin().cos())
+    assert offload.stats(synchronize=True).saved_bytes == 4 * N
+    for given in (3, torch.inference_mode()(torch.ones)(N)):
+        with pytest.raises(eo.OffloadError, match="is not accepted: hold takes a tensor"):
+            offload.hold(given)
+    torch.compiler.reset()
+
+
 @pytest.fixture(params=["torch", "torch_remat"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Returns what runs a block by a checkpoint whose inputs a pair of hooks packs."""

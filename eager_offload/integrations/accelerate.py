@@ -152,10 +152,12 @@ class OffloadPlugin:
                 "take FullyShardedDataParallelPlugin(activation_checkpointing=True) without "
                 "activation_checkpointing_offload=True (fsdp_activation_checkpointing_offload in a file)",
             )
-        if (before := self._calls.pop(model, None)) is not None:
+        before = self._calls.pop(model, None)
+        is_first = not self._calls if before is None else before.is_first
+        if before is not None:
             before.remove()  # and not left alone: model.compile() may have put itself in its place meanwhile
         self.offload.skip_in(model)
-        first = None if self._calls else self._first  # another one goes by the plan of the first
+        first = self._first if is_first else None  # another one goes by the plan of the first
         if first is not None:
             first.refuse_checkpointing(model)
             first.optimizers = getattr(accelerator, "_optimizers", ())  # private, likewise

@@ -76,6 +76,8 @@ def offload_from(given: Given, fields: Mapping[str, Any] | None = None) -> Offlo
 _LOOKED_AT = 3
 #: Optimizers whose states a step without numbers does not tell: those of AdamW count for them.
 _UNTRIED = (torch.optim.LBFGS, torch.optim.SparseAdam)
+#: Parameters that may be given by name.
+_NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 #: After so many calls a line says what came of a plan.
 _TOLD = 5
 
@@ -126,6 +128,7 @@ class OffloadedCalls:
             )
         self._module = called = weakref.ref(module)  # or a module would hold itself
         self._offload, self._instead, self._first = offload, instead, first
+        self.is_first = first is not None
         self._saved_before = offload.stats().saved_tensors
         #: Steps in which nothing was seen.
         self._unseen = 0
@@ -249,6 +252,7 @@ class FirstBatch:
         self.optimizers: Sequence[Any] = ()
         self.accumulation = 1
         self._applied: ExitStack | None = None
+        self._planned: weakref.ref[nn.Module] | None = None
         self._calls = 0
         if self.config.is_free:
             raise ConfigError('recompute=True does not go with policy="free": leave one of them out')
@@ -290,15 +294,24 @@ class FirstBatch:
         Modules without parameters to train are passed over.
         """
         if self.is_planned:
-            self._count()
+            if self._planned is None or self._planned() is modules_by_name(module)[""]:
+                self._count()
         elif any(one.requires_grad for one in module.parameters()):
             if contexts.entered(self._offload) is not None:
                 raise ConfigError(
                     "recompute=True plans the first call, for which the Offload is set up anew: it cannot be inside of "
                     "a `with` of that. Call the model outside, or plan before: prepare(..., example=...)"
                 )
-            names = [*inspect.signature(modules_by_name(module)[""].forward).parameters] if named else []
-            self.plan(module, {**dict(zip(names, arguments, strict=False)), **named} if named else arguments)
+            if not named:
+                self.plan(module, arguments)
+                return
+            parameters = [*inspect.signature(modules_by_name(module)[""].forward).parameters.values()]
+            if any(one.kind not in _NAMED for one in parameters[: len(arguments)]):
+                raise PlanError(
+                    f"{type(module).__name__} was called with arguments by name beside some that have none, and a plan "
+                    "takes one or the other: give all in one way, or leave recompute=True out"
+                )
+            self.plan(module, {**{one.name: given for one, given in zip(parameters, arguments, strict=False)}, **named})
 
     def plan(self, module: nn.Module, inputs: object) -> None:
         """Plans a step of ``module`` with ``inputs``, and has it computed again by that; all ranks together.
@@ -339,6 +352,7 @@ class FirstBatch:
         self._offload.expect_no_use()
         self._applied, self._calls, self.optimizers = ExitStack(), 0, ()
         self._applied.enter_context(found.apply(model))
+        self._planned = weakref.ref(model)
         _say(str(found).splitlines()[0])
         if not found.fits:
             warn(
@@ -361,7 +375,7 @@ class FirstBatch:
     def end(self) -> None:
         """Takes the checkpoints off, and plans anew at the next call. Idempotent."""
         applied, calls = self._applied, self._calls
-        self._applied, self._calls = None, 0
+        self._applied, self._planned, self._calls = None, None, 0
         if applied is not None:
             if 0 < calls < _TOLD:
                 self._tell()

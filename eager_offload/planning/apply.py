@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, TypeAlias
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,8 @@ Verify: TypeAlias = Literal["auto"] | bool
 #: Calls are compared in so many steps of a kind, so many at a time, and of so many kinds of a module.
 _STEPS, _AT_A_TIME, _KINDS = 2, 64, 64
 
-_lock = threading.Lock()
+#: The collector may end a plan that was dropped in the midst of another one's beginning, on the same thread.
+_lock = threading.RLock()
 
 
 @dataclass
@@ -46,35 +47,50 @@ class Checks:
     """Values that had other bits, and nearly the same sums."""
 
 
-@contextmanager
-def checkpointed(model: nn.Module, again: Mapping[str, Sequence[Kept]], verify: Verify = False) -> Iterator[Checks]:
+class checkpointed(AbstractContextManager[Checks]):
     """Has the modules of these names computed again in backward but for the results they keep, until it is left.
 
     Several may be in force at once, in any thread: a module is computed again once, as long as one of them is, and
-    checked as the strictest says. Calls that have begun keep their checkpoints.
+    checked as the strictest says. Calls that have begun keep their checkpoints. One that is dropped ends as if it was
+    left; at the end of the process nothing is taken off any more.
 
     Raises:
         ConfigError: ``model`` has no module of a name, or ``verify`` is another thing; nothing has changed then.
     """
-    if not (isinstance(verify, bool) or verify == "auto"):
-        raise ConfigError(f'verify={verify!r} is not accepted: apply takes True (each step), False (none) or "auto"')
-    used: list[tuple[ModuleCall, _Again]] = []
-    modules, checks = deque(_modules_named(model, again)), Checks(verify)
-    del model  # whoever holds this holds no model
-    try:
+
+    def __init__(self, model: nn.Module, again: Mapping[str, Sequence[Kept]], verify: Verify = False) -> None:
+        if not (isinstance(verify, bool) or verify == "auto"):
+            raise ConfigError(
+                f'verify={verify!r} is not accepted: apply takes True (each step), False (none) or "auto"'
+            )
+        self._again, self._checks = again, Checks(verify)
+        self._modules = deque(_modules_named(model, again))
+        self._used: list[tuple[ModuleCall, _Again]] = []
+        self._end = finalize(self, _end, self._used, self._checks)
+        self._end.atexit = False
+
+    def __enter__(self) -> Checks:
+        if self._used or not self._end.alive:
+            raise ConfigError("this apply(...) was entered before: call plan.apply(model) for each `with`")
         with _lock:
-            for name, kept in again.items():
-                one = _modules.setdefault(modules[0], _Again(modules[0]))
-                used.append((ModuleCall.begin(modules.popleft(), one), one))
+            for name, kept in self._again.items():
+                one = _modules.setdefault(self._modules[0], _Again(self._modules[0]))
+                # From here on nothing of this holds the model.
+                self._used.append((ModuleCall.begin(self._modules.popleft(), one), one))
                 one.name = name
-                one.users.append((checks, kept))
-        yield checks
-    finally:
-        with _lock:
-            for call, one in used:
-                call.end()
-                one.users[:] = [user for user in one.users if user[0] is not checks]
-    tell()
+                one.users.append((self._checks, kept))
+        return self._checks
+
+    def __exit__(self, *raised: object) -> None:
+        self._end()
+        tell()
+
+
+def _end(used: list[tuple[ModuleCall, _Again]], checks: Checks) -> None:
+    with _lock:
+        for call, one in used:
+            call.end()
+            one.users[:] = [user for user in one.users if user[0] is not checks]
 
 
 def _modules_named(model: nn.Module, names: Iterable[str]) -> Iterator[nn.Module]:
@@ -162,8 +178,11 @@ class _Again:
         return _checkpoint(run_now, *_as_it_is(given), context_fn=policy.contexts)
 
     def _compare(self, policy: Policy) -> None:
+        if (other := policy.other) is None:
+            return
+        policy.takes_nothing = True
         with self._lock:
-            if (other := policy.other) is None or policy.kept in self._other:
+            if policy.kept in self._other:
                 return
             self._other.append(policy.kept)
         warn(
@@ -221,6 +240,8 @@ class Policy:
         #: Numbers of those whose results are kept, counted from 1.
         self.kept_calls = set[int]()
         self.forward, self.again = _Flow(), _Flow()
+        #: Whether forward has called other operators than were planned.
+        self.takes_nothing = False
 
     def __call__(self, context: Any, func: Any, /, *args: Any, **named: Any) -> CheckpointPolicy:
         kind, calls = kind_of_call(func), self._calls[context.is_recompute]
@@ -305,7 +326,7 @@ def _taking(base: Any) -> type:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if self.is_other or func in SAC_IGNORED_OPS:
+            if self.is_other or self.policy.takes_nothing or func in SAC_IGNORED_OPS:
                 return func(*args, **(kwargs or {}))
             flow, called, at = self.policy.again, self.policy.called, self.at
             self.at += 1
@@ -326,6 +347,8 @@ def _taking(base: Any) -> type:
     return TakingMode
 
 
+#: What ``torch.tensor`` calls.
+_MADE_BY_PYTHON = torch.ops.aten.lift_fresh.default
 #: What torch's mode says where it has no result, or one that was written to.
 _REFUSALS = ("has been mutated", "encountered during backward")
 
@@ -364,6 +387,8 @@ class _Flow:
     def call(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any] | None) -> object:
         """Returns what tells a call of an operator from others."""
         self._given.clear()
+        if func is _MADE_BY_PYTHON:  # a constant, in memory of its own each time
+            return func, *((one.shape, one.dtype) if type(one) in _PLAIN else type(one) for one in args)
         told = [func, *map(self._told, args)]
         for place, name in _written(func):
             for one in tensors_in(args[place] if place < len(args) else (named or {}).get(name)):
@@ -388,16 +413,16 @@ class _Flow:
             return one if kind in _BY_VALUE else kind
         if not _has_storage(one):
             return kind
-        if not one.dim() and kind is Tensor:  # a number that Python makes has the memory of what has gone
-            return one.dtype
         storage = one.untyped_storage()
         self._given.append(storage_key(storage))
         name, offset = self._names.of(storage) or self._from_elsewhere(storage)
         return name, one.storage_offset() - offset, one.shape, one.stride(), one.dtype
 
     def _from_elsewhere(self, storage: torch.UntypedStorage) -> tuple[tuple[object, int], int]:
+        # What forward was not given is told from all that it was.
         known = None if self._forward is None else self._forward._elsewhere.of(storage)
-        name, _ = known or (("elsewhere", len(self._elsewhere.known)), 0)
+        where = "elsewhere" if self._forward is None else "new"
+        name, _ = known or ((where, len(self._elsewhere.known)), 0)
         self._names.add(storage, name)
         self._elsewhere.add(storage, name)
         return name, 0

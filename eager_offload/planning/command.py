@@ -168,10 +168,10 @@ def _said(function: str, call: Callable[[], T]) -> T:
         return call()
     except OffloadError as error:
         if notes := getattr(error, "__notes__", ()):
-            raise type(error)(" ".join([f"{error};", *notes])) from error
+            raise type(error)("; ".join([str(error), *notes])) from error
         raise
     except Exception as error:
-        said = " ".join([str(error), *getattr(error, "__notes__", ())]).split()
+        said = "; ".join([str(error), *getattr(error, "__notes__", ())]).split()
         raise OffloadError(f"{function}: {' '.join([f'{type(error).__name__}:', *said])}") from error
 
 

@@ -373,7 +373,7 @@ def _answer(plan: PlanFigures) -> str:
     instead = "" if plan.checkpointing is None else f" (checkpointing: {plan.checkpointing.step_seconds / compute:.2f})"
     if plan.again:
         kept = dict.fromkeys(one.name for each in plan.kept for one in each)
-        among = f", {', '.join(kept)} among them," if kept else ""
+        among = f" ({', '.join(kept)} among them)" if kept else ""
         what = f"{stay} stay and {move} move{among}; the rest of {_kinds(plan.again)} is computed again"
     else:
         what = f"{move} move and {stay} stay" if plan.moved_bytes else "nothing moves"

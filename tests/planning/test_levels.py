@@ -357,6 +357,38 @@ def test_h75_a_kept_result_is_taken_as_long_as_the_operators_are_those_of_forwar
         offload.close()
 
 
+class Remembers(nn.Module):
+    """Has two numbers, and a product with the first that is made anew in its third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.near, self.far = nn.Linear(32, 32), torch.tensor(0.3), torch.tensor(1.7)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = x.detach() * self.near
+        return (self.inner(x * self.far).exp() + self.table).tanh()
+
+
+def test_h75_nothing_is_taken_of_a_block_that_calls_what_was_not_planned(disk: DiskBackend) -> None:
+    block, kept = Remembers(), {"0": (Kept("aten.mul.Tensor", (0,), 1),)}
+    block(rows())  # so that it has its table
+    model, offload = nn.Sequential(block), disk.offload()
+    for forgets in (False, False, True, False):
+
+        def loss(forgets: bool = forgets) -> Tensor:
+            if forgets:
+                block.table = None
+            return model(rows()).sum()
+
+        expected = gradients(model, loss)
+        with checkpointed(model, kept), warnings.catch_warnings(record=True, action="always") as warned:
+            assert_identical(expected, gradients(model, loss, offload))
+        assert ["nothing of it is kept" in str(one.message) for one in warned] == [True] * forgets
+    assert offload.stats(synchronize=True).bytes_out > 0
+
+
 class Many(Linears):
     """Is given one tensor twice and parts of one in a list, has a constant, and multiplies with one weight twice."""
 
