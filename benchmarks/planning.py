@@ -4,8 +4,9 @@
     python -m benchmarks.planning --parts cost
 
 ``cost`` plans a large model on meta in processes of their own: seconds of the processor, since one thread does it all,
-and resident bytes. ``cpu`` trains with the disk tier and the settings of plans: the predicted peak
-and step beside resident bytes and seconds.
+and resident bytes. ``recompute`` plans models on cards at the memory that checkpointing takes, each in a process of its
+own, and ``--page`` writes the table into docs/budget.md. ``cpu`` trains with the disk tier and the settings of plans:
+the predicted peak and step beside resident bytes and seconds.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import eager_offload as eo
-from benchmarks.common import Report, command_line, drive, in_process, listed, named, parse, show
-from benchmarks.models import Shape, Stack
+from benchmarks.common import GIB, ROOT, Report, command_line, drive, in_process, listed, named, parse, show
+from benchmarks.cpu_defaults import UNet
+from benchmarks.models import Llama, Shape, Stack
 from benchmarks.training import release_or_refuse, reset_peak, status_bytes, text, tiny_text, windows
 
 from lm.model import LanguageModel
@@ -151,11 +154,137 @@ def _off(found: Sequence[OnCpu], ratio: Callable[[OnCpu], float]) -> float:
     return max(abs(median(ratio(one) for one in found if one.part == part) - 1) for part in parts)
 
 
-PARTS = {"cost": cost, "cpu": cpu}
+@dataclass(frozen=True)
+class Case:
+    """A model on a card, with its inputs and a loss, and the most that a step may take of checkpointing's."""
+
+    make: Callable[[], tuple[nn.Module, Tensor, Callable[[Tensor], Tensor] | None]]
+    device: str
+    goal: float
+    #: ``None``: what checkpointing takes.
+    budget: str | None = None
+    optimizer: type[torch.optim.Optimizer] | None = torch.optim.AdamW
 
 
-def work(name: str, options: argparse.Namespace) -> Iterator[Cost | OnCpu]:
+def llama(tokens: int, *, frozen: bool = False, rank: int = 0, **sizes: int) -> tuple[nn.Module, Tensor, None]:
+    """A Llama on meta; ``frozen``: but for norms and the embedding; ``rank``: with LoRA beside queries and values."""
+    with torch.device("meta"):
+        model = Llama(Shape(**{"shared_heads": 8, **sizes})).to(torch.bfloat16).train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not (frozen or rank) or (frozen and ("norm" in name or "embedding" in name)))
+        for block in model.blocks if rank else ():
+            block.query, block.value = (LoRA(one, rank) for one in (block.query, block.value))
+    return model, torch.zeros(1, tokens + 1, dtype=torch.int64), None
+
+
+class LoRA(nn.Module):
+    """A frozen layer, and two trained ones beside it."""
+
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.layer, self.out_features = layer, layer.out_features
+        self.down = nn.Linear(layer.in_features, rank, bias=False, dtype=torch.bfloat16)
+        self.up = nn.Linear(rank, layer.out_features, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+def vit_huge() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    """The blocks of ViT-H/14 at 224 pixels, 128 images."""
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(1280, 16, 5120, 0.0, "gelu", batch_first=True, norm_first=True)
+        model = nn.TransformerEncoder(layer, 32, enable_nested_tensor=False).to(torch.bfloat16).train()
+        return model, torch.empty(128, 257, 1280, dtype=torch.bfloat16), torch.sum
+
+
+def unet() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    """Four levels of convolutions, 16 images of 512 pixels."""
+    with torch.device("meta"):
+        return UNet(64).to(torch.bfloat16).train(), torch.empty(16, 3, 512, 512, dtype=torch.bfloat16), torch.sum
+
+
+EIGHT = {"width": 4096, "hidden": 14_336, "vocabulary": 128_256}
+THREE = {"layers": 28, "width": 3072, "hidden": 8192, "heads": 24}
+CASES = {
+    "1B, 32k": Case(partial(llama, 32_768), "h100", 0.90),
+    "1B, 32k, 16 GiB": Case(partial(llama, 32_768), "h100", 0.88, "16GiB"),
+    "1B, 32k, 20 GiB": Case(partial(llama, 32_768), "h100", 0.86, "20GiB"),
+    "16 blocks of 8B, frozen, 64k": Case(partial(llama, 65_536, frozen=True, **EIGHT), "h100", 0.97, None, None),
+    "1B, 8k": Case(partial(llama, 8192), "rtx4090", 0.97),
+    "1B, 32k, frozen": Case(partial(llama, 32_768, frozen=True), "rtx4090", 0.97, None, None),
+    "3B, 16k, frozen": Case(partial(llama, 16_384, frozen=True, **THREE), "a100", 0.97, None, None),
+    "8B, 16 blocks, LoRA, 16k": Case(partial(llama, 16_384, rank=16, **EIGHT), "rtx4090", 1.0),
+    "ViT-H at 224, 128 images": Case(vit_huge, "a100", 1.0),
+    "U-Net, 16 images of 512": Case(unet, "rtx4090", 1.0),
+}
+#: Of the other models and cards, at checkpointing's own memory.
+MEDIAN = 0.90
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """A plan with recompute, in a process of its own. Bytes and seconds, predicted."""
+
+    model: str
+    device: str
+    peak_bytes: int
+    step: float
+    of_checkpointing: float
+    goal: float
+    #: Bytes that come back.
+    moved_bytes: int
+    cpu_seconds: float
+
+
+def recomputed(name: str) -> Recomputed:
+    """Plans in this process, for half a percent more than checkpointing takes, or for the budget that is given."""
+    case = CASES[name]
+    model, inputs, loss = case.make()
+    given = {"loss": loss, "device": case.device, "optimizer": case.optimizer, "recompute": True}
+    whole = eo.plan(model, inputs, device_budget=1 << 50, **given).checkpointing
+    assert whole is not None, "blocks of it repeat"
+    began = time.process_time()
+    plan = eo.plan(model, inputs, device_budget=case.budget or int(1.005 * whole.peak_bytes), **given)
+    seconds = time.process_time() - began
+    part, moved = plan.step_seconds / whole.step_seconds, plan.moved_bytes
+    return Recomputed(name, case.device, plan.peak_bytes, plan.step_seconds, part, case.goal, moved, seconds)
+
+
+def recompute(options: argparse.Namespace, report: Report) -> list[Recomputed]:
+    found = [Recomputed(**one) for name in CASES for one in in_process("planning", f"recompute={name}")]
+    show("Plans with recompute at checkpointing's memory, or at that of their name", found)
+    for one in found:
+        report.at_most(f"recompute: {one.model}, of checkpointing's step", one.of_checkpointing, one.goal)
+    others = [one.of_checkpointing for one in found[3:]]
+    report.at_most("recompute: the median of the other models", median(others), MEDIAN)
+    if options.page:
+        text = PAGE.read_text()
+        before, rest = text.split(BEGINS)
+        lines = [
+            "",
+            "| model, tokens | card | peak, GiB | step, s | of checkpointing's | moves, GiB |",
+            "| --- " * 6 + "|",
+        ]
+        lines += [
+            f"| {one.model} | {one.device} | {one.peak_bytes / GIB:.1f} | {one.step:.3f} "
+            f"| {one.of_checkpointing:.2f} | {one.moved_bytes / GIB:.1f} |"
+            for one in found
+        ]
+        PAGE.write_text(f"{before}{BEGINS}{chr(10).join(lines)}\n{ENDS}{rest.split(ENDS)[1]}")
+    return found
+
+
+PAGE = ROOT / "docs" / "budget.md"
+BEGINS, ENDS = "<!-- python -m benchmarks.planning --parts recompute --page -->\n", "\n<!-- end -->"
+PARTS = {"cost": cost, "recompute": recompute, "cpu": cpu}
+
+
+def work(name: str, options: argparse.Namespace) -> Iterator[Cost | Recomputed | OnCpu]:
     part, _, argument = name.partition("=")
+    if part == "recompute":
+        yield recomputed(argument)
+        return
     yield (cost_of if part == "cost" else on_cpu)(float(argument), options)
 
 
@@ -170,6 +299,7 @@ def options_of() -> argparse.Namespace:
     model = {"layers": 32, "sequence": 512, "batch": 4, "window": "32MiB", "min_bytes": "256KiB"}
     parser = command_line(__doc__, workers=True, **several, **model)
     parser.add_argument("--parts", type=named(PARTS), default=",".join(PARTS), help="with commas between")
+    parser.add_argument("--page", action="store_true", help="write the table of recompute into docs/budget.md")
     shares = listed(float, lambda one: 0 <= one <= 1)
     parser.add_argument("--shares", type=shares, default="0.25,0.5,0.75", help=SHARES)
     options = parse(parser, layers=4, rounds=1, steps=1)

@@ -60,9 +60,6 @@ class ClockedRuntime(Runtime):
 
     def __init__(self, *, out_bandwidth: float, in_bandwidth: float, launch_seconds: float, host_waits: bool) -> None:
         super().__init__()
-        # As on an accelerator. A host that waits polls too late for a copy to follow another at once, where the CPU's
-        # own runtime has a thread for that.
-        self.holds_copies_back = not host_waits  # type: ignore[misc]  # of a class elsewhere
         self.launch_seconds = launch_seconds
         #: Seconds on the host's clock.
         self.now = 0.0

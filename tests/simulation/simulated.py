@@ -169,7 +169,6 @@ class SimulatedRuntime(ClockedRuntime):
             launch_seconds=launch_seconds,
             host_waits=host_waits,
         )
-        self.holds_copies_back = False  # type: ignore[misc]  # `at_once` says when they begin
         self.compute_rate = compute_rate
         #: It grows with every operation; put a new one here to forget.
         self.timeline = Timeline()

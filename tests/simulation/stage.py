@@ -77,6 +77,9 @@ class Stage:
             launch_seconds=machine.launch_seconds,
             host_waits=machine.launch_seconds == 0,
         )
+        # As on an accelerator. A host that waits polls too late for one copy to follow another at once, where the CPU's
+        # own runtime has a thread for that.
+        self.runtime.holds_copies_back = machine.launch_seconds > 0  # type: ignore[misc]  # of a class elsewhere
         self._steps = 0
 
     def offload(self, **fields: Any) -> Offload:
