@@ -17,7 +17,7 @@ from benchmarks.gpu.results import RESULTS, latest, read
 from benchmarks.gpu.stages import STAGES
 from tests.building import ROOT
 
-SECONDS = 540
+SECONDS = 800
 KILLED = "checkpointing"
 #: What compares values: it runs to its end here, and cannot end well.
 NEEDS_A_GPU = {"bits", "pytest"}
