@@ -82,11 +82,7 @@ def _longest(options: argparse.Namespace) -> int:
             lambda: longest(
                 make,
                 options.longest,
-                device=options.device,
-                optimizer=_optimizer(options.optimizer),
-                optimizer_bytes=options.optimizer_bytes,
-                mesh=_mesh(options.mesh),
-                accumulation=options.accumulation,
+                **_common(options),
                 at_most=options.at_most,
                 progress=told,
             ),
@@ -149,13 +145,9 @@ def _plan(options: argparse.Namespace) -> Plan:
             model,
             inputs,
             loss=loss,
-            device=options.device,
             device_budget=options.device_budget,
             host_budget=options.host_budget,
-            optimizer=_optimizer(options.optimizer),
-            optimizer_bytes=options.optimizer_bytes,
-            mesh=_mesh(options.mesh),
-            accumulation=options.accumulation,
+            **_common(options),
             policy=options.policy,
             recompute=options.recompute,
         ),
@@ -173,6 +165,17 @@ def _said(function: str, call: Callable[[], T]) -> T:
     except Exception as error:
         said = "; ".join([str(error), *getattr(error, "__notes__", ())]).split()
         raise OffloadError(f"{function}: {' '.join([f'{type(error).__name__}:', *said])}") from error
+
+
+def _common(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments that a plan and a search for the longest sequence both take."""
+    return {
+        "device": options.device,
+        "optimizer": _optimizer(options.optimizer),
+        "optimizer_bytes": options.optimizer_bytes,
+        "mesh": _mesh(options.mesh),
+        "accumulation": options.accumulation,
+    }
 
 
 def _mesh(text: str | None) -> tuple[int, ...] | None:

@@ -303,8 +303,8 @@ class Search:
             [name for name in names if recording.stop(call := recording.calls[name]) > call.begin]
             for names in _blocks(recording.program)
         )
-        #: The same for all blocks; operators of compiled code cannot be told apart.
         self._seconds = recording.program.seconds(asked.machine)
+        #: The same for all blocks; operators of compiled code cannot be told apart.
         self.levels = levels_of(recording, self._blocks, self._seconds)
         if is_compiled:
             self.levels = [self.levels[0], self.levels[-1]]
