@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 #: Of the budget: is left free, and what a change has to free or fill for it to be made.
@@ -38,6 +39,11 @@ _REMEMBERED, _LIKE = 64, 1 / 8
 _WAITED = 0.01
 #: Of a step: a wait that is too long, and of what moves, the part that does after two such steps in a row.
 _STALLED, _REDUCED = 0.02, 0.75
+#: A link is taken to be of such a part of its pace where windows are sized, and a copy to be noticed so many seconds
+#: after it is over: a host that waits for that has to be ahead of compute by then.
+_SLOWER, _NOTICED = 2 / 3, 1e-3
+#: The bytes that are brought back early are known to such a part.
+_PARTS = 16
 #: A pace is looked for within so many octaves around that of the link, which are halved so often.
 _OCTAVES, _HALVINGS = 32.0, 16
 
@@ -157,6 +163,74 @@ def hidden(step: Timeline, pace: float = 1.0) -> list[bool]:
         else:
             queue[place:] = after
     return moves
+
+
+class Least(NamedTuple):
+    """The least bytes of windows with which no window of a step is full and no storage late."""
+
+    window: int
+    """On their way out."""
+    ahead: int
+    """Brought back early, and the newest that stay."""
+    in_vain: set[int]
+    """Storages that are asked for before a copy out could be over: to move them would free nothing."""
+
+
+def least_windows(step: Timeline) -> Least | None:
+    """Returns the least windows; ``None`` for a step whose link is busy even with the windows of ``step``.
+
+    1. The newest storages, of as many bytes as are brought back early, stay. All others leave one after the other, as
+       each may, and come back one after the other. One that is asked for too soon with any windows is left out.
+    2. The bytes brought back early are the least with which each storage is away in time to be called, and called in
+       time to be back. They are bisected.
+    3. The bytes on their way out are the most that there are at one time.
+
+    A link is taken to be slower than it is, and its copies to be noticed late.
+    """
+    nbytes, final, out, back = step.nbytes, step.final, step.out * _SLOWER, step.back * _SLOWER
+    before = [0, *accumulate(nbytes[number] for number in step.asks)]
+    asked = [step.asked[number] for number in step.asks]
+
+    def staying(ahead: int) -> set[int]:
+        newest = accumulate((nbytes[number] for number in reversed(step.leaving)), initial=0)
+        count = sum(one <= ahead for one in newest) - 1
+        return set(step.leaving[len(step.leaving) - count :])
+
+    leaving = [number for number in step.leaving if number not in staying(step.ahead)]
+    too_soon = {one for one in leaving if final[one] + nbytes[one] / out + nbytes[one] / back > step.asked[one]}
+
+    def needed(ahead: int) -> float:
+        """Returns the most bytes on their way out; without end where ``ahead`` is too little."""
+        left_out = staying(ahead) | too_soon
+        begins, latest = dict[int, float](), math.inf
+        for place in reversed(range(len(asked))):
+            if (number := step.asks[place]) not in left_out:
+                begins[number] = latest = min(latest, asked[place]) - nbytes[number] / back
+                called = bisect_right(asked, latest)
+                if called == 0 or before[place + 1] - before[called] > max(ahead, nbytes[number]):
+                    return math.inf
+        copies, inflight, peak, free = deque[tuple[float, int]](), 0, 0, -math.inf
+        for number in step.leaving:
+            if number not in left_out:
+                while copies and copies[0][0] + _NOTICED <= final[number]:
+                    inflight -= copies.popleft()[1]
+                free = max(free, final[number]) + nbytes[number] / out
+                if free > begins.get(number, math.inf):
+                    return math.inf
+                copies.append((free, nbytes[number]))
+                inflight += nbytes[number]
+                peak = max(peak, inflight)
+        return peak
+
+    low, high = 0, step.ahead
+    if needed(high) > step.window:
+        return None
+    while high - low > max(high // _PARTS, 1):
+        middle = (low + high) // 2
+        low, high = (low, middle) if needed(middle) <= step.window else (middle, high)
+    in_vain = {number for number in too_soon if final[number] + nbytes[number] / step.out > step.asked[number]}
+    largest = max((nbytes[number] for number in leaving if number not in in_vain), default=1)
+    return Least(max(int(needed(high)), 1), min(max(high, largest), step.ahead), in_vain)
 
 
 class _Reload(NamedTuple):

@@ -15,14 +15,17 @@ two that are larger than all others, such as logits, and what a loss makes of th
 begins with them, so they hardly move. ``"auto"`` follows the last step, literally: of steps that take turns each has
 the windows that the one before it asks for. It changes where a step begins and nowhere else, but in a first step, which
 is met as it comes. A forward that saves nothing that may leave is no step.
+
+That is the most. A step that is looked up in a table of two steps that the device has timed has the windows of that:
+the least that make nothing wait, see ``budget.least_windows``. Where it turns out to differ, it has the most again.
 """
 
 from __future__ import annotations
 
 import heapq
 import sys
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 #: Anything that hashes by its identity, or an int.
@@ -90,12 +93,24 @@ class Windows:
     def __init__(self, inflight: int | None, prefetch: int | None, device_bytes: int | None = None) -> None:
         self._given = inflight, prefetch
         self._device_bytes = device_bytes
-        self._auto = 0
+        self._most, self._auto = 0, (0, 0)
+        #: Whether those of a timed step are in force.
+        self.are_least = False
         #: Whether the last step says anything about them, and whether it is known.
         self.is_auto, self.is_known = None in self._given, False
         #: Bytes on their way out at most, and bytes that are brought back early at most.
         self.inflight = self.prefetch = 0
         self._take(first_window(0, device_bytes))
+
+    def sized(self, nbytes: Sequence[int]) -> tuple[int, int]:
+        """Returns the windows of a step that could move storages of those sizes, by its bytes alone."""
+        auto = auto_window(sum(nbytes), largest_of(nbytes), self._device_bytes)
+        return self._bounded(auto, auto)
+
+    @property
+    def most_prefetch(self) -> int:
+        """The bytes that are brought back early at most, by the bytes of the last step."""
+        return self._bounded(self._most, self._most)[1]
 
     def begin(self, movable: int, largest: int) -> bool:
         """A step begins; arguments as for ``auto_window``, of the one before it. Returns whether a window changes."""
@@ -104,16 +119,29 @@ class Windows:
         self.is_known = True
         return self._take(auto_window(movable, largest, self._device_bytes))
 
+    def use(self, least: tuple[int, int] | None) -> bool:
+        """Has those of a timed step in force; ``None``: the most again. Returns whether a window changes."""
+        self.are_least = least is not None
+        return self._force(*(least or (self._most, self._most)))
+
     def grow(self, largest: int) -> bool:
         """A first step has saved storages, ``largest`` as in ``first_window``. Returns whether a window changes."""
-        return self._take(max(first_window(largest, self._device_bytes), self._auto))
+        return self._take(max(first_window(largest, self._device_bytes), self._most))
 
-    def _take(self, auto: int) -> bool:
-        if auto == self._auto:
+    def _take(self, most: int) -> bool:
+        self._most = most
+        return not self.are_least and self._force(most, most)
+
+    def _force(self, inflight: int, prefetch: int) -> bool:
+        if (inflight, prefetch) == self._auto:
             return False
-        self._auto = auto
-        self.inflight, self.prefetch = (auto if given is None else given for given in self._given)
+        self._auto = inflight, prefetch
+        self.inflight, self.prefetch = self._bounded(inflight, prefetch)
         return self.is_auto
+
+    def _bounded(self, inflight: int, prefetch: int) -> tuple[int, int]:
+        given = self._given
+        return inflight if given[0] is None else given[0], prefetch if given[1] is None else given[1]
 
 
 class _Waiting:
@@ -276,14 +304,17 @@ class ResidentQueue:
 
 
 class Rate:
-    """What transfers in one direction have reached together."""
+    """What transfers in one direction reach together: the last that were timed, but for the slowest quarter of them.
 
-    __slots__ = ("_seconds", "_timed", "nbytes")
+    A first copy may have met memory that was not there yet.
+    """
+
+    __slots__ = ("_last", "_value", "nbytes")
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._timed = 0
-        self._seconds = 0.0
+        self._last = deque[tuple[float, int]](maxlen=16)
+        self._value: float | None = None
 
     def add(self, nbytes: int, seconds: float | None) -> float:
         """A transfer that is over; ``None`` or 0 where it is not known how long it took.
@@ -295,14 +326,17 @@ class Rate:
         if not seconds:
             rate = self.value
             return 0.0 if rate is None else nbytes / rate
-        self._timed += nbytes
-        self._seconds += seconds
+        self._last.append((seconds, nbytes))
+        self._value = None
         return seconds
 
     @property
     def value(self) -> float | None:
         """Bytes a second; ``None`` where none of them could be timed."""
-        return self._timed / self._seconds if self._seconds else None
+        if self._value is None and self._last:
+            quick = sorted(self._last, key=lambda one: one[0] / max(one[1], 1))[: max(len(self._last) * 3 // 4, 1)]
+            self._value = sum(nbytes for _, nbytes in quick) / sum(seconds for seconds, _ in quick)
+        return self._value
 
 
 class Stored(Protocol):

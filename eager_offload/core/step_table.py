@@ -19,6 +19,7 @@ So a table that does not fit costs time and changes no bit.
     MOVE     it was asked for no sooner than it could have been away and back: it leaves as soon as it is final
     STAY     it was asked for sooner: it stays as long as it is among the newest bytes. All of a step stays that saves
              hardly more than what may stay in any case
+    REST     by the device's own times it was asked for before it could have been away: it stays in any case
     KEEP     its original was still alive when it was asked for, so that to move it frees nothing
     SHARE    its bytes are an earlier save's, which waits for the last save of its storage
 Where there is a budget, or only what the link hides moves, ``core/budget.py`` says what moves: ``KnownTable.share``.
@@ -30,14 +31,14 @@ import copy
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from eager_offload.config import size_text
-from eager_offload.core.budget import Controller, Kind, Timeline, hidden, share
+from eager_offload.core.budget import Controller, Kind, Timeline, hidden, least_windows, share
 from eager_offload.core.schedule import StepUses, Windows
 from eager_offload.errors import ScheduleMismatchError
 from eager_offload.stats import Accounts, KeepReason, Stage
@@ -68,10 +69,13 @@ class Fate(StrEnum):
     """It leaves as soon as it is final."""
     STAY = "stay"
     """It could leave, and stays as long as it is among the newest bytes."""
+    REST = "rest"
+    """It could leave, and stays whatever else there is: backward asks for it before a copy could be over."""
 
 
 # To ask the class for its member takes longer than to compare.
-_KEEP, _SHARE, _MOVE, _STAY = Fate
+_KEEP, _SHARE, _MOVE, _STAY, _REST = Fate
+_MAY_MOVE = _MOVE, _STAY, _REST
 
 #: Of a save what a step is compared by: the fields of a ``Row`` up to ``owner``, in that order.
 Facts: TypeAlias = tuple[int, int, bool, int]
@@ -109,7 +113,7 @@ class StepTable:
     @cached_property
     def movable_bytes(self) -> int:
         """Bytes of the storages that leave, or could and stay."""
-        return sum([row.storage_nbytes for row in self.rows if row.fate is _MOVE or row.fate is _STAY])
+        return sum([row.storage_nbytes for row in self.rows if row.fate in _MAY_MOVE])
 
     @property
     def moved_bytes(self) -> int:
@@ -120,7 +124,7 @@ class StepTable:
         nbytes = {fate: sum(row.nbytes for row in self.rows if row.fate is fate) for fate in Fate}
         lines = [
             f"{len(self.rows):,} saves: {size_text(sum(nbytes.values()))}, of which {size_text(nbytes[_MOVE])} leave, "
-            f"{size_text(nbytes[_SHARE])} share, {size_text(nbytes[_STAY])} stay among the newest and "
+            f"{size_text(nbytes[_SHARE])} share, {size_text(nbytes[_STAY] + nbytes[_REST])} stay among the newest and "
             f"{size_text(nbytes[_KEEP])} are kept; unpacks {len(self.order):,}",
             f"{'saves':>13}  {'what':<18}{'each':>12}  {'last save':>13}",
         ]
@@ -221,12 +225,13 @@ class StepLog:
             windows.prefetch,
         )
 
-    def table(self, link: Link | None, before: StepTable | None = None) -> StepTable:
+    def table(self, link: Link | None, before: StepTable | None = None, in_vain: Container[int] = ()) -> StepTable:
         """Returns the table for a step like this one.
 
         Args:
             link: ``None`` where nothing has been moved that could tell.
             before: the table of an earlier step with the same saves; rows that stay as they are come from it.
+            in_vain: saves whose storages rest.
         """
         known = () if before is None else before.rows
         owners = [facts[3] for facts in self.facts]
@@ -239,6 +244,8 @@ class StepLog:
                 fate, last = _SHARE, number
             elif number in self.alive:
                 fate, reason = _KEEP, KeepReason.ALIVE
+            elif number in in_vain:
+                fate = _REST
             elif link is None:
                 fate = _STAY
             else:
@@ -284,7 +291,20 @@ class Times(NamedTuple):
 class KnownTable:
     """A table, and how the steps were that were looked up in it."""
 
-    __slots__ = ("_shared", "facts", "kind", "misses", "order", "seen", "table", "timed", "times")
+    __slots__ = (
+        "_shared",
+        "facts",
+        "in_vain",
+        "is_timed",
+        "kind",
+        "least",
+        "misses",
+        "order",
+        "seen",
+        "table",
+        "timed",
+        "times",
+    )
 
     def __init__(self, table: StepTable, facts: list[Facts]) -> None:
         self.facts = facts
@@ -294,8 +314,12 @@ class KnownTable:
         self.kind = Kind()
         #: Of the second step like it: the first one may have met kernels and memory that were not there yet.
         self.seen: Times | None = None
-        #: The first step of it that the device was asked for the times of.
+        #: The first step of it that the device was asked for the times of, until there is a second one.
         self.timed: Times | None = None
+        #: By those two: whether there were, the least windows, and the saves whose storages rest.
+        self.is_timed = False
+        self.least: tuple[int, int] | None = None
+        self.in_vain: frozenset[int] = frozenset()
         self._shared: tuple[float, StepTable, int] | None = None
         self.table = table
         self.take(table)
@@ -321,23 +345,39 @@ class KnownTable:
             self._shared = (fraction, replace(self.table, rows=tuple(rows)), kept)
         return self._shared[1:]
 
-    def decide(self, times: Times) -> float | None:
-        """Returns the part of the movable bytes that the link hides, by the quicker of two steps; else ``None``.
+    def time(self, times: Times) -> bool:
+        """Takes in when the device has come to what a step like it does; returns whether two steps have told that.
 
-        Args:
-            times: when the device has come to what a step like it does.
+        The quicker one counts.
         """
         if self.timed is None:
             self.timed = times
-            return None
-        self.seen, self._shared = min(self.timed, times, key=lambda one: one.seconds), None
+            return False
+        self.seen, self._shared, self.is_timed = min(self.timed, times, key=lambda one: one.seconds), None, True
+        return True
+
+    def hidden_part(self) -> float:
+        """Returns the part of the movable bytes that the link hides."""
         step = self._timeline()
         moves = hidden(step)
         return sum(nbytes for nbytes, one in zip(step.nbytes, moves, strict=True) if one) / max(sum(step.nbytes), 1)
 
+    def size(self, windows: Windows) -> None:
+        """Has the steps like it go by the least windows, if there are any; those of its bytes are the most."""
+        step = self._timeline()
+        window, ahead = windows.sized(step.nbytes)
+        if (found := least_windows(replace(step, window=window, ahead=ahead))) is None:
+            return
+        numbers = self._movable
+        self.least, self.in_vain = (found.window, found.ahead), frozenset(numbers[at] for at in found.in_vain)
+        rows = list(self.table.rows)
+        for number in self.in_vain:
+            rows[number] = replace(rows[number], fate=_REST)
+        self.table = replace(self.table, rows=tuple(rows))
+
     @property
     def _movable(self) -> list[int]:
-        return [number for number, row in enumerate(self.table.rows) if row.fate is _MOVE or row.fate is _STAY]
+        return [number for number, row in enumerate(self.table.rows) if row.fate in _MAY_MOVE]
 
     def _timeline(self) -> Timeline:
         """Returns the step as the rule by pace sees it."""
@@ -558,7 +598,8 @@ class StepTables:
             self.missed(log.known, "fewer")
             log.fraction = None
         # Where a controller says how much moves, the share says what stays.
-        table = log.table(link if self.controller is None else None, None if alike is None else alike.table)
+        before, in_vain = (None, ()) if alike is None else (alike.table, alike.in_vain)
+        table = log.table(link if self.controller is None else None, before, in_vain)
         if alike is None:
             alike = KnownTable(table, log.facts)
         else:

@@ -30,13 +30,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from statistics import median
 
 from eager_offload.config import OffloadConfig, size_literal, size_text
 from eager_offload.core.budget import Controller
 from eager_offload.core.schedule import PrefetchOrder, ResidentQueue
-from eager_offload.core.step_table import Link, StepLog, StepTables
+from eager_offload.core.step_table import KnownTable, Link, StepLog, StepTables
 from eager_offload.engine.transfer_log import Reader, Waited
 from eager_offload.engine.transfers import Transfers
 from eager_offload.errors import ConfigError
@@ -97,11 +97,14 @@ class Reading:
 class Readings:
     """Reads the steps of one device.
 
+    Args:
+        is_timed: whether the device is asked for the times of steps.
+
     Raises:
         ConfigError: the config has a budget, and the device does not tell how much of its memory is used.
     """
 
-    def __init__(self, transfers: Transfers, config: OffloadConfig) -> None:
+    def __init__(self, transfers: Transfers, config: OffloadConfig, *, is_timed: bool) -> None:
         self._transfers, self._runtime, self._device = transfers, transfers.runtime, transfers.device
         #: Whether the stats have what a plan has predicted, and are told what comes of it.
         self._is_planned = transfers.accounts.counters.plan is not None
@@ -109,7 +112,8 @@ class Readings:
         self._told: deque[tuple[Moment, Moment]] = deque(maxlen=_TOLD)
         self._seconds: deque[float] = deque(maxlen=_TOLD)
         self._is_free = config.is_free
-        self._tells_time: bool | None = None
+        #: Whether steps are timed, and their saves until two of a kind are.
+        self._is_timed = is_timed
         self._given = config.written("device_budget")
         #: Bytes; ``None`` where memory is not read.
         self.budget = None if config.device_budget is None else self._budget_of(config.device_budget)
@@ -125,6 +129,11 @@ class Readings:
         #: Those that are over to the host; a device may be in the midst of them.
         self._over: deque[Reading] = deque()
 
+    @cached_property
+    def tells_time(self) -> bool:
+        """Whether the device does."""
+        return self._runtime.tells_time(self._device)
+
     def note_step(self, log: StepLog, queue: ResidentQueue) -> None:
         """A step of the thread of ``queue`` begins, in which something is saved that may leave."""
         if (one := self._open) is not None and one.log is None and one.thread() is queue:
@@ -133,9 +142,9 @@ class Readings:
     def note_save(self, log: StepLog, number: int) -> None:
         """Something is saved that may be asked for, as that save of the step of ``log``."""
         if (one := self._open) is not None:
-            if self._is_free and one.log is log:
+            if self._is_timed and one.log is log:
                 if not one.saves:
-                    one.is_timed = log.known is None or log.known.kind.free is None
+                    one.is_timed = log.known is None or not log.known.is_timed
                 if one.is_timed:
                     one.saves_at[number] = self._moment(), self._transfers.transfer_log.end
             one.saves += 1
@@ -191,18 +200,15 @@ class Readings:
         Raises:
             ConfigError: only what the link hides moves, and the device's events do not tell the time.
         """
-        if self._is_free:
-            if self._tells_time is None:
-                self._tells_time = self._runtime.tells_time(self._device)
-            if not self._tells_time:
-                raise ConfigError(
-                    f'policy="free" is not accepted for {self._device}, whose events do not tell the time, so that how '
-                    "long it waits for transfers is not known: leave it out, and say with keep_last_bytes or "
-                    "device_budget what stays"
-                )
+        if self._is_free and not self.tells_time:
+            raise ConfigError(
+                f'policy="free" is not accepted for {self._device}, whose events do not tell the time, so that how '
+                "long it waits for transfers is not known: leave it out, and say with keep_last_bytes or "
+                "device_budget what stays"
+            )
         one, closed = self._open, None
         memory = self._runtime.memory(self._device) if self._is_planned else self._memory()
-        now = self._moment() if self._is_planned or self._is_free else None
+        now = self._moment() if self._is_planned or self._is_timed else None
         if one is not None:
             thread = one.thread()
             if thread is not None and thread is not queue:
@@ -258,9 +264,14 @@ class Readings:
             if remembered is not None and one.peak <= remembered and one.is_over and not self._hides(one.memory):
                 one.peak, one.is_exact = remembered, False
         self._steps += 1
-        if self._is_free:
+        if self._is_timed:
             one.stopped, one.end = now, self._transfers.transfer_log.end
             self._over.append(one)
+
+    def stop(self) -> None:
+        """Reads no more of what goes on, nor of what is over."""
+        self._open = None
+        self._over.clear()
 
     def _is_sampled(self) -> bool:
         """Counts a call; whether it is one at which a CPU is read."""
@@ -317,7 +328,7 @@ class Keeping:
         self.readings: Readings | None = None
         is_controlled = config.device_budget is not None or config.is_free
         if is_controlled or transfers.accounts.counters.plan is not None:
-            self.readings = Readings(transfers, config)
+            self.readings = Readings(transfers, config, is_timed=config.is_free)
         self._budget = None if self.readings is None else self.readings.budget
         if is_controlled:
             if tables.controller is None:
@@ -325,6 +336,15 @@ class Keeping:
             else:
                 tables.controller.budget = self._budget
         self._queues: Living[ResidentQueue] = Living()
+        #: Times steps, by which windows are sized: ``None`` where none is automatic, or something else says what stays.
+        #: A host's clock would not do, which runs ahead of a device; nor would a disk's pace, which is a cache's first.
+        self._timing: Readings | None = None
+        is_sized = self._windows.is_auto and self.readings is None and not transfers.is_captured
+        if is_sized and not transfers.runtime.has_one_stream:
+            self._timing = Readings(transfers, config, is_timed=True)
+        #: What the last step of each thread left behind, by its queue; and the kind whose windows are in force.
+        self._logs: weakref.WeakKeyDictionary[ResidentQueue, StepLog] = weakref.WeakKeyDictionary()
+        self.known: KnownTable | None = None
         # Not by the time that steps took, where a graph is captured of one.
         self._learns_what_stays = config.learns_what_stays and not transfers.is_captured
         #: Whether storages that a step table has leave do so as soon as they are final.
@@ -356,6 +376,8 @@ class Keeping:
             self._use_windows()
         queue.begin_step()
         self._tell_windows()
+        if self._timing is not None:
+            self._time(queue)
         if self.readings is None:
             return
         self._transfers.poll()  # which learns the tables of steps that are over
@@ -366,6 +388,32 @@ class Keeping:
         controller = self._tables.controller
         if controller is not None and controller.is_free and self._budget is None:
             queue.limit = max(self.keep, int((1 - controller.fraction(controller.unknown)) * movable))
+
+    def note_step(self, log: StepLog, queue: ResidentQueue) -> None:
+        """A step of the thread of ``queue`` begins, in which something is saved that may leave."""
+        if self._timing is not None:
+            self._logs[queue] = log
+        if self.readings is not None:
+            self.readings.note_step(log, queue)
+
+    def use(self, known: KnownTable | None) -> None:
+        """Has the windows of steps like ``known`` in force."""
+        self.known = known
+        least = None if known is None else known.least
+        if (self._windows.are_least or least is not None) and self._windows.use(least):
+            self._use_windows()
+
+    def _time(self, queue: ResidentQueue) -> None:
+        """Times the step that begins if the last one was looked up in a table of which two are not timed yet."""
+        log, timing = self._logs.get(queue), self._timing
+        assert timing is not None
+        if log is not None and log.known is not None and not log.known.is_timed:
+            if not timing.tells_time:
+                self._timing = None
+            self.readings = self._timing
+        elif self.readings is not None:
+            timing.stop()
+            self.readings = None
 
     def grow(self, queue: ResidentQueue) -> None:
         """Has the windows follow what ``queue`` has taken in, in a first step, before which nothing is known."""
@@ -389,20 +437,25 @@ class Keeping:
             controller.observe_memory(known.kind, one.peak, kept, movable, one.growth, is_exact=one.is_exact)
 
     def _observe_waits(self, one: Reading) -> None:
-        """Has the controller learn from the waits of a step that is over, or decide what the link hides of its kind."""
-        controller, log = self._tables.controller, one.log
-        assert controller is not None
+        """Has the controller learn from the waits of a step that is over, or decides what the link hides of its kind,
+        or which windows that needs."""
+        controller, log, link = self._tables.controller, one.log, self.link
         if log is None or (known := log.kind) is None:
             return
-        kind, link = known.kind, self.link
+        kind = known.kind
         if kind.free is not None:
+            assert controller is not None
             if log.fraction is not None:
                 controller.observe_waits(kind, log.fraction, one.exposed / max(one.seconds - one.exposed, 1e-12))
                 self._transfers.accounts.counters.slowdown = controller.slowdown
-        elif one.saved and one.asked and link is not None:
-            part = known.decide(log.times(one.saved, one.asked, link, self._windows))
-            if part is not None:
-                controller.decide(kind, part)
+        elif one.saved and one.asked and link is not None and not known.is_timed:
+            if not known.time(log.times(one.saved, one.asked, link, self._windows)):
+                return
+            if controller is None:
+                known.size(self._windows)
+                self.known = None  # so that a step like it uses them
+            else:
+                controller.decide(kind, known.hidden_part())
 
     @property
     def link(self) -> Link | None:
@@ -413,7 +466,8 @@ class Keeping:
     def _use_windows(self) -> None:
         prefetch = self._order.limit = self._windows.prefetch
         self.keep = 0 if self._budget is not None else self._config.newest_bytes(prefetch)
-        self._tables.room = self._config.small_step_bytes(prefetch) if self._learns_what_stays else 0
+        room = self._config.small_step_bytes(self._windows.most_prefetch)
+        self._tables.room = room if self._learns_what_stays else 0
         for queue in self._queues:
             queue.limit = self.keep
         self._tell_windows()

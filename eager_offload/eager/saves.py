@@ -87,8 +87,7 @@ class SavedTensors:
             self._steps.add(record)
             if self.script is not None:
                 self.script.begin(step)
-            if self.keeping.readings is not None:
-                self.keeping.readings.note_step(step.log, queue)
+            self.keeping.note_step(step.log, queue)
             return step
 
     def begin_forward(self, queue: ResidentQueue) -> None:
@@ -165,6 +164,8 @@ class SavedTensors:
                 first = known.first if known is not None and known.step is step else number
                 facts = tensor.nbytes, area.nbytes, tensor.requires_grad, first
                 row = step.save(facts, runtime.timestamp(), offloader.inflight_bytes)
+                if step.log.known is not self.keeping.known:
+                    self.keeping.use(step.log.known)
                 if known is not None:
                     known.saved_anew = True
                     if known.record.queue is queue:  # on another stream
@@ -201,7 +202,8 @@ class SavedTensors:
                     weight = 0
                 elif is_controlled:
                     weight = 0  # it leaves as its row says, and pushes nothing out
-                rests = is_controlled and not moves and mark is not Mark.PREFER
+                rests = (is_controlled and not moves) or (row is not None and row.fate is Fate.REST)
+                rests = rests and mark is not Mark.PREFER
                 if rests:
                     step.log.kept += area.nbytes
                 queue.push(
@@ -268,9 +270,9 @@ class SavedTensors:
             waits: for room in the window; else what finds none stays until something is saved again.
         """
         self.start_due(queue, None, waits=waits)
-        if self.keeping.readings is not None:
+        if (readings := self.keeping.readings) is not None:
             with self.offloader.lock:
-                self.keeping.readings.note_exit()
+                readings.note_exit()
 
     def start_due(self, queue: ResidentQueue, sequence: int | None, *, waits: bool = True) -> None:
         """Starts what is due by that sequence number of the thread, or all that exceeds the newest bytes; see
