@@ -179,7 +179,8 @@ class OffloadConfig(_BesideFields):
     forward. A larger storage travels alone. ``"auto"`` is the largest of an 8th of the movable bytes of the last step,
     but at most 256 MiB; a 64th of them; and 4 times the largest size that four of its tensors have. It is at most a
     quarter of those bytes, and a 16th of the device's memory. In a first step it is 64 MiB, or 4 times the largest size
-    that four tensors have had so far. The stats report the window in force."""
+    that four tensors have had so far. On an accelerator that is the most: a step like two that were timed has the least
+    window with which nothing waits, if the link is not busy. The stats report the window in force."""
 
     prefetch_bytes: Size = "auto"
     """The prefetch window: bytes reloaded before backward asks for them. It bounds the extra device memory in backward.

@@ -33,10 +33,11 @@ class Trained(NamedTuple):
     moved: int
 
 
-def layers(x: Tensor, weights: list[Tensor]) -> Tensor:
+def layers(x: Tensor, weights: list[Tensor], last: int = 1) -> Tensor:
+    """Returns the sum of the layers' results, and behind them of one that is so many times as large."""
     for weight in weights:
         x = torch.tanh(x @ weight)
-    return x.sum()
+    return x.sum() if last == 1 else x.repeat(last, 1).tanh().sum()
 
 
 def weights() -> list[Tensor]:
@@ -44,19 +45,19 @@ def weights() -> list[Tensor]:
     return [torch.randn(SIDE, SIDE, generator=generator).div(8).requires_grad_() for _ in range(LAYERS)]
 
 
-def simulate(link: float, steps: int = 80, **fields: Any) -> Trained:
+def simulate(link: float, steps: int = 80, *, compute: float = COMPUTE, last: int = 1, **fields: Any) -> Trained:
     """Trains behind a link that moves so many of the bytes that compute touches."""
     runtime = SimulatedRuntime(
-        compute_rate=COMPUTE, out_bandwidth=COMPUTE * link, in_bandwidth=COMPUTE * link, launch_seconds=1e-7
+        compute_rate=compute, out_bandwidth=compute * link, in_bandwidth=compute * link, launch_seconds=1e-7
     )
     windows = {"max_inflight_bytes": 3 * NBYTES, "prefetch_bytes": 3 * NBYTES}
-    offload = eo.Offload(runtime=runtime, tier="host", min_bytes=NBYTES, **windows, **fields)
+    offload = eo.Offload(runtime=runtime, tier="host", min_bytes=NBYTES, **(windows | fields))
     parameters, x, seconds, moved = weights(), torch.ones(SIDE, SIDE), [], []
     with runtime.checked() as checker:
         for _ in range(steps):
             began, before = runtime.default_stream.tail, offload.stats().bytes_out
             with offload:
-                loss = layers(x, parameters)
+                loss = layers(x, parameters, last)
             gradients = [*torch.autograd.grad(loss, parameters)]
             del loss
             seconds.append(runtime.default_stream.tail - began)
@@ -94,6 +95,26 @@ def test_behind_a_slow_link_what_it_hides_moves_and_the_rest_stays(alone: Traine
     assert slower["max"] > 2, slower
     assert found["free"].stats.slowdown == pytest.approx(slower["free"] - 1, abs=0.002), "it is measured as it is"
     assert "policy     free: compute waits" in str(found["free"].stats)
+
+
+@pytest.mark.parametrize(("link", "is_less"), [(4.0, True), (0.02, False)])
+def test_automatic_windows_are_the_least_with_which_nothing_waits(alone: Trained, link: float, is_less: bool) -> None:
+    auto = dict.fromkeys(("max_inflight_bytes", "prefetch_bytes"), "auto")
+    # A layer takes as long as one of a large model, of which a host has time to see that a copy is over.
+    by_bytes, by_times = (simulate(link, 12, compute=1e6, step_tables=one, **auto) for one in (False, "auto"))
+    assert_exact(by_times, alone)
+    windows = [(one.stats.max_inflight_bytes, one.stats.prefetch_bytes) for one in (by_bytes, by_times)]
+    assert windows[1] == (NBYTES, NBYTES) if is_less else windows[1] == windows[0]
+    assert by_times.moved >= by_bytes.moved or not is_less
+    assert by_times.seconds <= by_bytes.seconds * 1.001
+
+
+def test_what_backward_asks_for_before_it_could_be_away_stays(alone: Trained) -> None:
+    auto = dict.fromkeys(("max_inflight_bytes", "prefetch_bytes"), "auto")
+    in_vain, rests = (simulate(4.0, 12, compute=1e6, last=16, step_tables=one, **auto) for one in (False, "auto"))
+    assert all(map(torch.equal, in_vain.gradients, rests.gradients))
+    assert rests.moved == LAYERS * NBYTES <= in_vain.moved - 16 * NBYTES
+    assert rests.seconds <= in_vain.seconds
 
 
 def test_behind_a_fast_link_all_moves(alone: Trained) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,15 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload.core.budget import hidden
+from benchmarks.common import GIB
+from benchmarks.peers import checkpointed
+from eager_offload.core.budget import hidden, least_windows
 from eager_offload.core.step_table import Fate, StepTable
 from eager_offload.planning.replay import Replay
 from tests.hazards.programs import assert_identical
 from tests.planning.programs import CONFIG, Made, Stack, budget_of, gradients, planned, shared, slow, small, wide
+from tests.planning.test_card import link
+from tests.planning.test_card import planned as card_plan
 from tests.simulation.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -177,3 +182,21 @@ def test_what_a_link_hides_costs_a_step_next_to_nothing(name: str) -> None:
         found, most = Replay(problem).run(tuple(hidden(problem.timeline))), (True,) * len(problem.program.storages)
         assert found.step_seconds <= 1.03 * problem.compute_seconds
         assert found.moved_bytes > 0 or Replay(problem).run(most).step_seconds > 1.03 * problem.compute_seconds
+
+
+@pytest.mark.long
+def test_inputs_of_checkpointed_blocks_leave_in_the_least_windows() -> None:
+    out, back = link(1)
+    row = {"length": 32_768, "stats": {"max_inflight_bytes": 512 << 20, "prefetch_bytes": 512 << 20}}
+    machine = replace(eo.plan(nn.Linear(1, 1), torch.ones(1, 1), device="h100").machine, out=out, back=back)
+    problem = card_plan(checkpointed, machine, row).problem
+    least = least_windows(problem.timeline)
+    assert least is not None
+    assert len(least.in_vain) == 1  # the logits
+    replay = Replay(problem)
+    moves = tuple(number not in least.in_vain for number in range(len(problem.program.storages)))
+    large, small = replay.part(1.0), replay.run(moves, replace(problem, window=least.window, ahead=least.ahead))
+    assert large.peak_bytes > 13.2 * GIB
+    assert small.peak_bytes <= 12.3 * GIB
+    assert small.step_seconds <= large.step_seconds
+    assert small.moved_bytes == 16 * 128 << 20
