@@ -85,6 +85,36 @@ class Given(nn.Module):
         return x + self.parts(x * given) * given
 
 
+class Experts(nn.Module):
+    """Each of them takes the rows that suit it best."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.norm = nn.Linear(32, 2), nn.LayerNorm(32)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm(x)
+        weights, taken = self.gate(inner).softmax(-1).topk(len(x) // 2, 0)
+        out = x
+        for number, expert in enumerate(self.experts):
+            rows = taken[:, number]
+            out = out.index_add(0, rows, expert(inner[rows]) * weights[:, number, None])
+        return out
+
+
+class Adapted(Linears):
+    """Its weights are frozen, with a trained adapter of low rank beside one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.a, self.b = nn.Linear(32, 4, bias=False), nn.Linear(4, 128, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.between(self.up(x) + self.b(self.a(x)) * 2).sin())
+
+
 class Convolved(nn.Module):
     """Convolutions, of two resolutions; (batch, 4, 16, 16) to a number."""
 
@@ -126,6 +156,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "shaky": lambda: (Net(Shaky, count=3), rows()),
     "gives back what it saves": lambda: (Net(Kinds, count=3), rows()),
     "is given more": lambda: (Net(Given, mask, count=4), rows()),
+    "experts": lambda: (Net(Experts), rows()),
+    "adapters": lambda: (Net(Adapted, count=3), rows()),
     "convolutions": lambda: (Convolved(), torch.randn(4, 4, 16, 16)),
 }
 
