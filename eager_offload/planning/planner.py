@@ -253,7 +253,7 @@ def _make(
 
     # What it was worked out for is what is in force from the first step on.
     settings = replace(settings, max_inflight_bytes=chosen.problem.window, prefetch_bytes=chosen.problem.ahead)
-    return Plan(
+    made = Plan(
         type(model).__name__,
         machine,
         budget,
@@ -273,6 +273,9 @@ def _make(
         asked.states,
         1 if asked.sharding is None else asked.sharding.shards,
     )
+    if recompute:
+        made.search_with(search.points_within)
+    return made
 
 
 def search_of(asked: Asked, model: nn.Module, inputs: object, loss: Callable[[Any], Tensor] | None) -> Search:
@@ -348,14 +351,19 @@ class Search:
         of = self._recording
         return {name: of.kept(of.calls[name], kept) for name, kept in found.mixture.items()}
 
-    def best(self, among: Sequence[Mixture], found: _Found | None = None) -> _Found:
-        """Returns the best of those mixtures, and of ``found``.
+    def points_within(self, budget: int) -> Iterator[Point]:
+        """Returns all of ``best_points`` once the best step of that budget is among them."""
+        self.best(self.mixtures(), budget=budget)
+        return self.best_points
+
+    def best(self, among: Sequence[Mixture], found: _Found | None = None, budget: int | None = None) -> _Found:
+        """Returns the best of those mixtures, and of ``found``, by default for the budget that was asked for.
 
         Each has a step that it cannot be faster than: compute, and the link's time for what has to leave. They are
         replayed in that order, with few windows, until none that is left could be faster than the best; then that is
         replayed with all of them.
         """
-        budget, machine = self._asked.budget, self._asked.machine
+        budget, machine = self._asked.budget if budget is None else budget, self._asked.machine
 
         def rank(one: _Found) -> tuple[float, ...]:
             chosen = one.chosen
@@ -391,6 +399,7 @@ class Search:
         for mixture, chooser, _ in finalists:
             bound = best.chosen.step_seconds if best.chosen.peak_bytes <= budget else inf
             best = min(best, _Found(mixture, chooser, chooser.within(budget, below=bound)), key=rank)
+        self.points.append(Point.least_of(best.chosen))
         return best
 
     def _compute_seconds(self, mixture: Mixture) -> float:
