@@ -255,10 +255,13 @@ def plan_of_levels(**fields: Any) -> eo.Plan:
     torch.manual_seed(0)
     machine = slow(out=2e6, back=2e6, memory=1e11, single_flops=1e9, flops=1e9)
     planned = partial(eo.plan, *wide(), device=machine, optimizer=None, config=CONFIG, recompute=True)
-    most = planned().peak_bytes
-    plan = planned(device_budget=most * 3 // 5, **fields)
+    most = planned()
+    plan = planned(device_budget=most.peak_bytes * 3 // 5, **fields)
     assert any(plan.kept), "it keeps what is dear"
     assert plan.fits
+    assert most.again == ()
+    front = [one.step_seconds for one in most.front(32) if one.peak_bytes <= plan.device_budget]
+    assert front[-1] <= 1.01 * plan.step_seconds, "also where a search for its own budget has found little"
     return plan
 
 

@@ -114,8 +114,6 @@ def test_every_peak_that_is_given_out_is_a_budget_that_is_met(recompute: bool) -
         seconds = [one.step_seconds for one in met]
         assert seconds == sorted(seconds, reverse=True), "a larger budget makes no step longer"
     assert all(plan.fits and plan.least_budget == least.least_budget for plan in plans)
-    for point, best in zip(plans[-1].front(5), plans, strict=True):
-        assert point.step_seconds <= 1.01 * best.step_seconds, "whatever it was planned for"
     below = within(least.least_budget - 1)
     assert not below.fits
     assert below.step_seconds == least.step_seconds
