@@ -315,6 +315,11 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     return {plain: module for module, plain in inside.values()}
 
 
+def own_loss(returned: object) -> Any:
+    """Returns the ``loss`` in what a model returns; ``None`` without one."""
+    return returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
+
+
 def _matching(model: nn.Module, field: str, patterns: Iterable[str]) -> list[tuple[nn.Module, frozenset[str]]]:
     """Returns the modules that patterns name, each with its patterns."""
     modules = modules_by_name(model)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from eager_offload import ConfigError, Offload, OffloadConfig, PlanError, contexts, plan
 from eager_offload.config import size_text
-from eager_offload.core.modules import modules_by_name
+from eager_offload.core.modules import modules_by_name, own_loss
 from eager_offload.errors import warn
 from eager_offload.tiers.limits import rank
 from eager_offload.torch_private import Patch
@@ -242,7 +242,7 @@ def _say(line: str) -> None:
 
 def _loss_of(returned: Any) -> Any:
     """Makes a loss of what any model returns: its own, or the sum of what has gradients."""
-    found = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
+    found = own_loss(returned)
     if isinstance(found, Tensor) and found.requires_grad:
         return found
     return sum(one.sum() for one in tree_iter(returned) if isinstance(one, Tensor) and one.requires_grad)

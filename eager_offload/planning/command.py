@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from eager_offload.errors import ConfigError, OffloadError
-from eager_offload.planning import POLICIES
+from eager_offload.planning import POLICIES, parts_of
 from eager_offload.planning.machine import TABLE
 
 if TYPE_CHECKING:
@@ -206,13 +206,7 @@ def _optimizer(text: str) -> Any:
 
 def model_of(text: str) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
     """Returns the model, the inputs and the loss, if any, that the function ``module:function`` makes."""
-    made = _said(text, _function(text))
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ConfigError(
-            f"{text!r} is not accepted: it must return (model, inputs) or (model, inputs, loss), and "
-            f"returned {type(made).__name__}"
-        )
-    return (*made[:2], made[2] if len(made) == 3 else None)
+    return parts_of(_said(text, _function(text)), repr(text))
 
 
 def _function(text: str) -> Callable[..., Any]:
