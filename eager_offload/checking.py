@@ -1,8 +1,8 @@
 """``python -m eager_offload check``: whether a model trains to the same bits with offload as without.
 
 Three processes train the same model from the same seeds with deterministic algorithms: without offload, with it, and
-without it once more, as the control. Each writes down a digest of every loss, gradient and parameter, and the three are
-compared.
+without it once more, as the control. Each writes down a digest of every loss, gradient, parameter and buffer, and the
+three are compared.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eager_offload check",
         description="Trains a model for a few steps with and without offload, in processes of their own, and compares "
-        "every loss, gradient and parameter bit for bit.",
+        "every loss, gradient, parameter and buffer bit for bit.",
         epilog="The exit status is 0 where all bits are equal, 1 where any differs, 2 where that cannot be told.",
     )
     parser.add_argument(
@@ -151,7 +151,8 @@ def _judge(runs: dict[str, dict[str, Any]]) -> tuple[int, str]:
             "--settings min_bytes=1KiB --settings keep_last_bytes=0"
         )
     also = f", {moved['again']} modules computed again" if moved["again"] else ""
-    return 0, f"equal: {count} losses, gradients and parameters of {steps} steps have the same bits with offload{also}"
+    what = f"{count} losses, gradients, parameters and buffers"
+    return 0, f"equal: {what} of {steps} steps have the same bits with offload{also}"
 
 
 def _first_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
@@ -206,11 +207,11 @@ def _train(options: argparse.Namespace) -> int:
             if accelerator is not None:
                 torch.accelerator.synchronize()
             seconds.append(time.perf_counter() - begin)
-            found = {"the loss": _digest(total), **_digests(model, "gradient")}
+            found = {"the loss": _digest(total), **_digests(model, "gradient of")}
             del total
             optimizer.step()
             optimizer.zero_grad()
-            steps.append(found | _digests(model, "parameter"))
+            steps.append(found | _digests(model, "parameter") | _digests(model, "buffer"))
     allocated = 0 if accelerator is None else torch.accelerator.max_memory_allocated()
     figures = {
         "seconds": statistics.median(seconds[1:] or seconds),
@@ -232,14 +233,15 @@ def _seed() -> None:
 
 
 def _digests(model: nn.Module, kind: str) -> dict[str, str]:
-    """Returns a digest of each parameter or gradient, those of the last modules first, as backward makes them."""
+    """Returns a digest of each gradient, parameter or buffer, those of the last modules first, as backward goes."""
     names = {id(module): f"{name or 'the model'} ({type(module).__name__})" for name, module in model.named_modules()}
     found: dict[str, str] = {}
     for module in reversed([*model.modules()]):
-        for name, one in module.named_parameters(recurse=False):
-            value = one.grad if kind == "gradient" else one
+        held = module.named_buffers(recurse=False) if kind == "buffer" else module.named_parameters(recurse=False)
+        for name, one in held:
+            value = one.grad if kind == "gradient of" else one
             if value is not None:
-                found[f"the {kind} of {name!r} of {names[id(module)]}"] = _digest(value)
+                found[f"the {kind} {name!r} of {names[id(module)]}"] = _digest(value)
     return found
 
 

@@ -58,6 +58,10 @@ class _Inside(threading.local):
     #: How many calls of modules that ``only`` names.
     opens = 0
 
+    def has_to_stay(self, is_limited: bool) -> bool:
+        """Whether what is saved here stays; ``is_limited``: so does what is outside of the modules of ``only``."""
+        return self.keeps > 0 or (is_limited and not self.opens)
+
 
 #: The key in the ``meta["custom"]`` of a node that was traced inside a region.
 REGION_NOTE = "eager_offload_keeps"

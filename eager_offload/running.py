@@ -15,6 +15,7 @@ import tomllib
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -69,7 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     if not command or command[0].startswith("-"):
         print(_USAGE, end="", file=sys.stderr)
         return 2
-    from eager_offload.integrations.calls import FirstBatch, offload_from, offload_modules
+    from eager_offload.integrations.calls import offload_from, offload_modules
+    from eager_offload.integrations.first_batch import FirstBatch
 
     try:
         offload = offload_from(fields_of(settings))
@@ -83,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     sys.argv = command
     calls, ended_by = Counter[str](), None
     try:
-        with offload_modules(offload, calls, first):
+        with first.noting_optimizers() if first else nullcontext(), offload_modules(offload, calls, first):
             if is_module:
                 runpy.run_module(command[0], run_name="__main__", alter_sys=True)
             else:

@@ -44,5 +44,20 @@ def has_other_gradients_with_offload() -> Any:
     return _blocks(Looks(64, 64, bias=False))
 
 
+def has_another_buffer_with_offload() -> Any:
+    class Counts(nn.Module):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1 + int(os.environ["EAGER_OFFLOAD"])
+            return x
+
+    return _blocks(Counts())
+
+
 def is_killed() -> Any:
     os.kill(os.getpid(), signal.SIGKILL)

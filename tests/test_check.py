@@ -36,17 +36,24 @@ def test_a_model_that_trains_to_the_same_bits(capsys: Printed) -> None:
     assert status == found["status"] == 0
     count = 6 * (1 + 2 * 8)
     assert found["verdict"] == (
-        f"equal: {count} losses, gradients and parameters of 6 steps have the same bits with offload"
+        f"equal: {count} losses, gradients, parameters and buffers of 6 steps have the same bits with offload"
     )
     moved = {name: one["moved_bytes"] > 0 for name, one in found["runs"].items()}
     assert moved == {"without": False, "with": True, "without again": False}
     assert all(one["seconds"] > 0 < one["peak_bytes"] for one in found["runs"].values())
 
 
-def test_the_first_tensor_that_differs_is_named_with_its_module(capsys: Printed) -> None:
-    assert check("has_other_gradients_with_offload", "--steps=1", *MOVES) == 1
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ("has_other_gradients_with_offload", "the gradient of 'weight' of 4 (Looks)"),
+        ("has_another_buffer_with_offload", "the buffer 'count' of 4 (Counts)"),
+    ],
+)
+def test_the_first_tensor_that_differs_is_named_with_its_module(model: str, named: str, capsys: Printed) -> None:
+    assert check(model, "--steps=1", *MOVES) == 1
     out, err = capsys.readouterr()
-    assert out.startswith("differs: the gradient of 'weight' of 4 (Looks), step 1 has other bits with offload")
+    assert out.startswith(f"differs: {named}, step 1 has other bits with offload")
     assert err.splitlines() == [f"{name}: 1 steps ..." for name in ("without", "with", "without again")]
 
 

@@ -22,12 +22,13 @@ import beside  # what stands beside a script can be imported from it
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
+entry = nn.Linear(8, 64)
 model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh())
-optimizer, calls = torch.optim.SGD(model.parameters(), lr=0.1), []
+optimizer, calls = torch.optim.SGD([*entry.parameters(), *model.parameters()], lr=0.1), []
 for module in model:
     module.register_forward_pre_hook(lambda *_: calls.append(1))
 for step in range(3):
-    loss = nn.MSELoss()(model(torch.randn(1024, 64)), torch.zeros(1024, 64))
+    loss = nn.MSELoss()(model(entry(torch.randn(1024, 8))), torch.zeros(1024, 64))
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -53,19 +53,28 @@ Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, 
 class ModuleCall:
     """The call of a module, while it has users."""
 
-    def __init__(self, module: nn.Module, around: Around) -> None:
-        self._module, self._inner = weakref.ref(module), _call_of(module)  # a strong reference would be a cycle
+    def __init__(self, module: nn.Module, around: Around, inner: Callable[..., Any] | None) -> None:
+        self._module, self._inner = weakref.ref(module), inner  # a strong reference would be a cycle
         self._around: Around | None = around
         self._users = 0
         #: Whether the module has been called; calls that a compiler has traced are not seen.
         self.has_run = False
-        set_module_call(module, self)
 
     @classmethod
-    def begin(cls, module: nn.Module, around: Around) -> ModuleCall:
-        """Puts ``around`` around the calls of ``module`` from now on, once for all users of the same ``around``."""
-        call = _call_of(module)
-        call = call if isinstance(call, cls) and call._around is around else cls(module, around)
+    def begin(cls, module: nn.Module, around: Around, *, in_regions: bool = False) -> ModuleCall:
+        """Puts ``around`` around the calls of ``module`` from now on, once for all users of the same ``around``.
+
+        With ``in_regions`` it stands inside of the regions of ``skip`` and ``only``, whichever begins first.
+        """
+        outer, call = None, _call_of(module)
+        while in_regions and isinstance(call, cls) and call._around in _AROUND.values():
+            outer, call = call, call._inner
+        if not (isinstance(call, cls) and call._around is around):
+            call = cls(module, around, call)
+            if outer is None:
+                set_module_call(module, call)
+            else:
+                outer._inner = call
         call._users += 1
         _in_place.add(call)
         _compiling.put_on()
@@ -304,6 +313,11 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
                 plain = f"{plain}.{attribute}" if plain else attribute
         inside[name] = module, plain
     return {plain: module for module, plain in inside.values()}
+
+
+def own_loss(returned: object) -> Any:
+    """Returns the ``loss`` in what a model returns; ``None`` without one."""
+    return returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
 
 
 def _matching(model: nn.Module, field: str, patterns: Iterable[str]) -> list[tuple[nn.Module, frozenset[str]]]:

@@ -185,7 +185,7 @@ class Hooks:
             saves = self._saves.get(tensor.device) or self.saved_tensors(tensor.device)
             if isinstance(saves, KeepReason):
                 reason = saves
-            elif marks.inside.keeps or (self._is_limited and not marks.inside.opens):
+            elif marks.inside.has_to_stay(self._is_limited):
                 reason = KeepReason.REGION
             elif isinstance(current_autograd_node(), torch.autograd.function.BackwardCFunction):
                 # Reentrant checkpointing runs the forward again inside the backward of its own node and asks for the
@@ -274,7 +274,7 @@ class Hooks:
 
     def _share(self, tensor: Tensor, thread: ThreadState) -> SavedView | None:
         """A small tensor whose storage leaves anyway goes with it: kept, it would hold all of that on the device."""
-        if marks.inside.keeps or (self._is_limited and not marks.inside.opens):
+        if marks.inside.has_to_stay(self._is_limited):
             return None
         for saves, queue in list(thread.queues.items()):  # the garbage collector may come back to us meanwhile
             step = thread.step_of(saves)

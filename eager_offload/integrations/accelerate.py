@@ -18,7 +18,6 @@ from torch import nn
 from eager_offload import ConfigError, Offload
 from eager_offload.config import FIELDS, OffloadFields
 from eager_offload.integrations.calls import (
-    FirstBatch,
     Given,
     OffloadedCalls,
     is_training,
@@ -26,6 +25,7 @@ from eager_offload.integrations.calls import (
     offload_from,
     warn_of_what_hides,
 )
+from eager_offload.integrations.first_batch import FirstBatch
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 
 try:
@@ -119,7 +119,7 @@ class OffloadPlugin:
             ConfigError: for anything but a module, one that ``accelerator.prepare`` has not returned, or one that
                 another plugin has prepared; with ``recompute`` for checkpointing of the framework's own; for an
                 ``example`` without ``recompute``, or of a model in eval mode.
-            PlanError: the step of ``example`` cannot be planned.
+            PlanError: the step of ``example`` cannot be planned; an error of the model's own comes as it is.
         """
         kind = f"<{type(model).__name__}>"
         if not isinstance(model, nn.Module):

@@ -1,36 +1,32 @@
-"""What integrations share: what a user gives one, calls of modules that run in a ``with offload``, and a first batch
-that is planned.
+"""What integrations share: what a user gives one, and calls of modules that run in a ``with offload``.
 
 The calls are for frameworks that offer no place around forward.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
-import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from eager_offload import ConfigError, Offload, OffloadConfig, OffloadError, PlanError, contexts, plan
-from eager_offload.config import FIELDS, size_text
-from eager_offload.core.modules import ModuleCall, modules_by_name, show_to_compilers
+from eager_offload import ConfigError, Offload, OffloadConfig, OffloadError, contexts
+from eager_offload.config import FIELDS
+from eager_offload.core.modules import ModuleCall, show_to_compilers
 from eager_offload.errors import FORKED, warn, warn_once
+from eager_offload.integrations.first_batch import FirstBatch
 from eager_offload.observe.memory import watch
-from eager_offload.tiers.limits import rank
 from eager_offload.torch_private import Patch
 from eager_offload.torch_private.autograd import current_autograd_node, top_pack_hook
 from eager_offload.torch_private.calls import module_call
 from eager_offload.torch_private.fsdp import wrapped_modules
 from eager_offload.torch_private.inductor import run_uncompiled
-from eager_offload.torch_private.memory import tree_iter, version_of
+from eager_offload.torch_private.memory import version_of
 
 #: An object of the user's own, a configuration, its fields (a file's), or nothing.
 Given: TypeAlias = Offload | OffloadConfig | Mapping[str, Any] | None
@@ -74,12 +70,6 @@ def offload_from(given: Given, fields: Mapping[str, Any] | None = None) -> Offlo
 #: So many steps in which nothing was seen are one warning, and patterns that have matched nothing are warned of after
 #: so many backwards: by then other models were called too.
 _LOOKED_AT = 3
-#: Optimizers whose states a step without numbers does not tell: those of AdamW count for them.
-_UNTRIED = (torch.optim.LBFGS, torch.optim.SparseAdam)
-#: Parameters that may be given by name.
-_NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-#: After so many calls a line says what came of a plan.
-_TOLD = 5
 
 
 def is_training(module: nn.Module) -> bool:
@@ -233,177 +223,6 @@ def warn_of_what_hides(model: nn.Module, instead: str) -> None:
         )
 
 
-class FirstBatch:
-    """Plans the first call of a model in training, whose ``offload`` and blocks go by that plan until :meth:`end`.
-
-    Args:
-        offload: its configuration is what the plan is for.
-        switch: how checkpointing of the framework's own is switched off.
-
-    Raises:
-        ConfigError: ``offload`` has ``policy="free"``.
-    """
-
-    def __init__(self, offload: Offload, switch: str) -> None:
-        self._offload, self._switch = offload, switch
-        #: As it was given: that of ``offload`` becomes the plan's.
-        self.config = offload.config
-        #: If one of torch's trains the model, its states count; otherwise those of AdamW.
-        self.optimizers: Sequence[Any] = ()
-        self.accumulation = 1
-        self._applied: ExitStack | None = None
-        self._planned: weakref.ref[nn.Module] | None = None
-        self._calls = 0
-        if self.config.is_free:
-            raise ConfigError('recompute=True does not go with policy="free": leave one of them out')
-
-    @classmethod
-    def wanted(cls, recompute: bool, given: object, offload: Offload, switch: str) -> FirstBatch | None:
-        """Returns one where ``recompute`` asks for it, and ``offload`` is switched on.
-
-        Raises:
-            ConfigError: ``given`` is an ``Offload`` of the user's own, besides the error of the class.
-        """
-        if type(recompute) is not bool:
-            raise ConfigError(f"recompute={recompute!r} is not accepted: recompute takes True or False")
-        if recompute and isinstance(given, Offload):
-            raise ConfigError(
-                "recompute=True beside an Offload is not accepted, since a plan makes its settings: give the fields "
-                "here, or plan yourself: plan.apply(model), and Offload(plan=plan)"
-            )
-        return cls(offload, switch) if recompute and offload.config.enabled else None
-
-    @property
-    def is_planned(self) -> bool:
-        return self._applied is not None
-
-    def around_step(self) -> AbstractContextManager[object]:
-        """Returns the context of a training step: ``offload``, or in the first the calls in it."""
-        self._count()
-        if self._calls > _LOOKED_AT and not self.is_planned:
-            self._applied = ExitStack()
-            warn(
-                "recompute=True has no effect: in the first steps no module with parameters to train was called as "
-                "module(x) before backward, so none was planned, and device_budget alone says what moves"
-            )
-        return self._offload if self.is_planned else offload_modules(self._offload, first=self)
-
-    def begin(self, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Notes that a training call begins, outside of every ``with offload``; the first one is planned.
-
-        Modules without parameters to train are passed over.
-        """
-        if self.is_planned:
-            if self._planned is None or self._planned() is modules_by_name(module)[""]:
-                self._count()
-        elif any(one.requires_grad for one in module.parameters()):
-            if contexts.entered(self._offload) is not None:
-                raise ConfigError(
-                    "recompute=True plans the first call, for which the Offload is set up anew: it cannot be inside of "
-                    "a `with` of that. Call the model outside, or plan before: prepare(..., example=...)"
-                )
-            if not named:
-                self.plan(module, arguments)
-                return
-            parameters = [*inspect.signature(modules_by_name(module)[""].forward).parameters.values()]
-            if any(one.kind not in _NAMED for one in parameters[: len(arguments)]):
-                raise PlanError(
-                    f"{type(module).__name__} was called with arguments by name beside some that have none, and a plan "
-                    "takes one or the other: give all in one way, or leave recompute=True out"
-                )
-            self.plan(module, {**{one.name: given for one, given in zip(parameters, arguments, strict=False)}, **named})
-
-    def plan(self, module: nn.Module, inputs: object) -> None:
-        """Plans a step of ``module`` with ``inputs``, and has it computed again by that; all ranks together.
-
-        Raises:
-            ConfigError: ``module`` is checkpointed already.
-            PlanError: it cannot be planned.
-        """
-        self.refuse_checkpointing(module)
-        model = modules_by_name(module)[""]
-        names, own = [*modules_by_name(model)], {id(one) for one in model.parameters()}
-        patterns = {
-            field: [one for one in own if any(fnmatchcase(name, one) for name in names)]
-            for field, own in self.config.patterns.items()
-        }
-        optimizers = [getattr(one, "optimizer", one) for one in self.optimizers]  # Accelerate wraps them
-        optimizers = [
-            one for one in optimizers if own & {id(each) for group in one.param_groups for each in group["params"]}
-        ]
-        known = [one for one in optimizers if type(one).__module__.startswith("torch.optim.")]
-        is_told = len(optimizers) == len(known) == 1 and not isinstance(known[0], _UNTRIED)
-        try:
-            found = plan(
-                model,
-                inputs,
-                loss=_loss_of,
-                optimizer=known[0] if is_told else torch.optim.AdamW,
-                accumulation=self.accumulation,
-                recompute=True,
-                config=OffloadConfig.from_dict(patterns, self.config),
-            )
-        except PlanError as error:
-            raise PlanError(
-                f"{error}. With recompute=True the first batch is planned: leave it out, and device_budget alone "
-                "learns from the first steps"
-            ) from error
-        self._offload.follow(found, self.config)
-        self._offload.expect_no_use()
-        self._applied, self._calls, self.optimizers = ExitStack(), 0, ()
-        self._applied.enter_context(found.apply(model))
-        self._planned = weakref.ref(model)
-        _say(str(found).splitlines()[0])
-        if not found.fits:
-            warn(
-                f"device_budget={size_text(found.device_budget)} is too little for this model and batch by the plan, "
-                f"whose least is {size_text(found.least_budget)}: training goes on by the nearest plan, with a peak of "
-                f"{size_text(found.peak_bytes)}"
-            )
-
-    def refuse_checkpointing(self, model: nn.Module) -> None:
-        """Raises ``ConfigError`` if a framework checkpoints modules of ``model``."""
-        names = wrapped_modules(model, "CheckpointWrapper")
-        names += [name for name, one in model.named_modules() if vars(one).get("gradient_checkpointing") is True]
-        if names:
-            raise ConfigError(
-                f"recompute=True beside checkpointing of the framework's own ({names[0] or type(model).__name__!r}) is "
-                f"not accepted, since that computes all of its blocks again: switch that off ({self._switch}), and the "
-                "plan chooses what is computed again, or leave recompute=True out"
-            )
-
-    def end(self) -> None:
-        """Takes the checkpoints off, and plans anew at the next call. Idempotent."""
-        applied, calls = self._applied, self._calls
-        self._applied, self._planned, self._calls = None, None, 0
-        if applied is not None:
-            if 0 < calls < _TOLD:
-                self._tell()
-            applied.close()
-
-    def _count(self) -> None:
-        self._calls += 1
-        if self._calls == _TOLD:
-            self._tell()
-
-    def _tell(self) -> None:
-        if (said := self._offload.stats().plan) is not None:
-            _say(f"the plan said {said}")
-
-
-def _say(line: str) -> None:
-    if rank() == 0:
-        print(f"eager_offload: {line}", file=sys.stderr)
-
-
-def _loss_of(returned: Any) -> Any:
-    """Makes a loss of what any model returns: its own, or the sum of what has gradients."""
-    found = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
-    if isinstance(found, Tensor) and found.requires_grad:
-        return found
-    return sum(one.sum() for one in tree_iter(returned) if isinstance(one, Tensor) and one.requires_grad)
-
-
 @contextmanager
 def offload_modules(
     offload: Offload, calls: Counter[str] | None = None, first: FirstBatch | None = None
@@ -418,7 +237,7 @@ def offload_modules(
         offload: whose context is entered.
         calls: is given the number of outermost calls by what became of them: ``"offloaded"``, ``"in eval mode"``,
             ``"without gradients"`` or ``"under hooks"``; and of ``"backwards"``.
-        first: plans the first of these calls.
+        first: plans the first of these calls that is the model's.
     """
     calls = Counter() if calls is None else calls
 
@@ -434,7 +253,7 @@ def offload_modules(
                 calls["in eval mode" if torch.is_grad_enabled() else "without gradients"] += 1
                 return inner(self, *arguments, **named)
             calls["offloaded"] += 1
-            if first is not None:
+            if first is not None and first.is_the_model(self):
                 first.begin(self, arguments, named)
             if offload.config.patterns and next(self.parameters(), None) is not None:
                 offload.skip_in_one_of(self)
@@ -458,3 +277,11 @@ def offload_modules(
     finally:
         patch.take_off()
         calls["backwards"] = contexts.process.backwards - before
+
+
+def around_step(offload: Offload, first: FirstBatch | None) -> AbstractContextManager[object]:
+    """Returns the context of a training step: ``offload``, or until ``first`` has planned a call the calls in it."""
+    if first is None:
+        return offload
+    first.count_step()
+    return offload if first.is_planned else offload_modules(offload, first=first)

@@ -24,7 +24,8 @@ from typing import Any, Unpack
 from eager_offload import ConfigError, Offload
 from eager_offload.config import OffloadFields
 from eager_offload.errors import tell
-from eager_offload.integrations.calls import FirstBatch, Given, missing, offload_from, warn_of_what_hides
+from eager_offload.integrations.calls import Given, around_step, missing, offload_from, warn_of_what_hides
+from eager_offload.integrations.first_batch import FirstBatch
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 from eager_offload.tiers.limits import set_local_ranks
 from eager_offload.torch_private import Patch
@@ -67,9 +68,9 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         log_metrics: ``True`` logs the three figures that matter, ``"all"`` every one, ``False`` none.
         trace_step: the batch of a fit, the first being 1, that is traced.
         trace_path: where that trace is written, for https://ui.perfetto.dev.
-        recompute: has the first call of a module in the first training step planned to ``device_budget`` (by default
-            what is free), by :func:`eager_offload.plan`, and trains by that plan: blocks are computed again where that
-            takes less time than to move what they save.
+        recompute: has the first call of the module that has most of what is trained planned to ``device_budget`` (by
+            default what is free), by :func:`eager_offload.plan`, and trains by that plan: blocks are computed again
+            where that takes less time than to move what they save.
         **fields: fields of :class:`~eager_offload.OffloadConfig`, which come before all of that; ``None`` gives none.
 
     ``EAGER_OFFLOAD=0`` in the environment switches it off. Files and memory are given back when a fit ends, those of an
@@ -79,7 +80,8 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
     Raises:
         ConfigError: for what :class:`~eager_offload.OffloadConfig` does not accept; when a fit begins, if another
             ``OffloadCallback`` is among the callbacks, and with ``recompute`` for modules that are checkpointed.
-        PlanError: from the first training step, if ``recompute`` is wanted and that cannot be planned.
+        PlanError: from the first training step, if ``recompute`` is wanted and that cannot be planned; an error of the
+            model's own comes as it is.
     """
 
     #: What offloads; ``offload.stats()`` also has what was not logged, and what became of everything.
@@ -120,10 +122,10 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         offload, first = self.offload, self._first
 
         def around() -> AbstractContextManager[object]:
-            return offload if first is None else first.around_step() if first.is_planned else nullcontext()
+            return around_step(offload, first) if first is None or first.is_planned else nullcontext()
 
         def inside() -> AbstractContextManager[object]:
-            return nullcontext() if first is None or first.is_planned else first.around_step()
+            return nullcontext() if first is None or first.is_planned else around_step(offload, first)
 
         self._patches = [
             Patch(trainer.strategy, "training_step", partial(_Offloaded, context=around)),

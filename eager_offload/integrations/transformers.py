@@ -20,7 +20,8 @@ from torch import nn
 from eager_offload import ConfigError, Offload
 from eager_offload.config import OffloadFields, switched_on
 from eager_offload.errors import tell, warn
-from eager_offload.integrations.calls import FirstBatch, Given, OffloadedCalls, missing, offload_from
+from eager_offload.integrations.calls import Given, OffloadedCalls, around_step, missing, offload_from
+from eager_offload.integrations.first_batch import FirstBatch
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 from eager_offload.torch_private import Patch
 
@@ -66,7 +67,8 @@ class OffloadTrainerCallback(TrainerCallback):
         ConfigError: for what is not accepted; when training begins, for ``torch.nn.DataParallel``, for models that
             Accelerate compiles with ``fullgraph``, and if another callback of this class or the mixin is there too;
             with ``recompute`` for gradient checkpointing.
-        PlanError: from the first training step, if ``recompute`` is wanted and that cannot be planned.
+        PlanError: from the first training step, if ``recompute`` is wanted and that cannot be planned; an error of the
+            model's own comes as it is.
     """
 
     def __init__(
@@ -317,7 +319,7 @@ class _AroundLoss(OffloadTrainerCallback):
 
         @wraps(step)
         def around(*arguments: Any, **named: Any) -> Any:
-            with offload if first is None else first.around_step():
+            with around_step(offload, first):
                 return step(*arguments, **named)
 
         return around

@@ -18,6 +18,10 @@ planner.py    plan(): all of that, and the search for the fastest step that fits
 
 from __future__ import annotations
 
+from typing import Any
+
+from eager_offload.errors import ConfigError
+
 #: What a plan aims at.
 POLICIES = ("least", "free", "max")
 #: Why what is of TorchScript is refused.
@@ -25,3 +29,13 @@ OF_TORCHSCRIPT = (
     "TorchScript, whose operators cannot be traced: plan with the module that it was made of, or train without a plan: "
     "Offload(device_budget=...) learns from the first steps"
 )
+
+
+def parts_of(made: object, function: str) -> tuple[Any, Any, Any]:
+    """Returns the model, the inputs and the loss, or ``None``, of what a user's ``function`` has made."""
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ConfigError(
+            f"{function} is not accepted: it must return (model, inputs) or (model, inputs, loss), and "
+            f"returned {type(made).__name__}"
+        )
+    return (*made, None)[:3]

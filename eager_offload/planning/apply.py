@@ -76,7 +76,7 @@ class checkpointed(AbstractContextManager[Checks]):
             for name, kept in self._again.items():
                 one = _modules.setdefault(self._modules[0], _Again(self._modules[0]))
                 # From here on nothing of this holds the model.
-                self._used.append((ModuleCall.begin(self._modules.popleft(), one), one))
+                self._used.append((ModuleCall.begin(self._modules.popleft(), one, in_regions=True), one))
                 one.name = name
                 one.users.append((self._checks, kept))
         return self._checks

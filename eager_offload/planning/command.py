@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from eager_offload.errors import ConfigError, OffloadError
-from eager_offload.planning import POLICIES
+from eager_offload.planning import POLICIES, parts_of
 from eager_offload.planning.machine import TABLE
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.html:
             needs_plotly()  # before minutes of planning
         found = _plan(options)
-        points = found.front(_POINTS) if options.front else None
+        points = found.front(_POINTS) if options.front else []
+        ways = found.fixed_ways() if options.front else []
         if options.save:
             found.save(options.save)
         if options.html:
@@ -51,14 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"eager_offload plan: {error}", file=sys.stderr)
         return 2
     if options.json:
-        front = {} if points is None else {"front": [point._asdict() for point in points]}
+        front = {"front": [one._asdict() for one in points], "ways": [one._asdict() for one in ways]}
+        front = front if options.front else {}
         print(json.dumps(found.to_dict() | front, indent=2))
     else:
         print(found)
         if points:
             print(f"\n{'budget':>11}  {'peak':>11}  {'step':>10}")
-        for one in points or ():
+        for one in points:
             print(f"{size_text(one.budget):>11}  {size_text(one.peak_bytes):>11}  {one.step_seconds:>8.3f} s")
+        for way in ways:
+            print(f"{'':>11}  {size_text(way.peak_bytes):>11}  {way.step_seconds:>8.3f} s  {way.name}")
         if options.html:
             print(f"\n{options.html}: {size_text(os.stat(options.html).st_size)}, to open in a browser")
     return 0 if found.fits else 1
@@ -202,13 +206,7 @@ def _optimizer(text: str) -> Any:
 
 def model_of(text: str) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
     """Returns the model, the inputs and the loss, if any, that the function ``module:function`` makes."""
-    made = _said(text, _function(text))
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ConfigError(
-            f"{text!r} is not accepted: it must return (model, inputs) or (model, inputs, loss), and "
-            f"returned {type(made).__name__}"
-        )
-    return (*made[:2], made[2] if len(made) == 3 else None)
+    return parts_of(_said(text, _function(text)), repr(text))
 
 
 def _function(text: str) -> Callable[..., Any]:

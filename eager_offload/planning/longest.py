@@ -11,6 +11,7 @@ import torch
 
 from eager_offload.config import OffloadConfig, parse_size, size_text
 from eager_offload.errors import ConfigError
+from eager_offload.planning import parts_of
 from eager_offload.planning.figures import Point, about_text, seconds_text
 from eager_offload.planning.machine import Machine
 from eager_offload.planning.planner import Search, asked_for, search_of
@@ -135,13 +136,7 @@ def longest(
         if progress is not None:
             progress(way, length)
         try:
-            made: object = make(length)
-            if not isinstance(made, tuple) or len(made) not in (2, 3):
-                raise ConfigError(
-                    f"{of_user} is not accepted: it must return (model, inputs) or (model, inputs, loss), and "
-                    f"returned {type(made).__name__}"
-                )
-            model, inputs, loss = made if len(made) == 3 else (*made, None)
+            model, inputs, loss = parts_of(make(length), of_user)
             asked = asked_for(
                 model,
                 loss,
@@ -173,7 +168,7 @@ def longest(
             repeats = repeats or of.checkpointing is not None
             points = {"none": none, "checkpointing": of.checkpointing or none, "offload": moved}
             least = min(points.values())
-            points["plan"] = least if least.peak_bytes <= budget else of.least  # which takes a while
+            points["plan"] = least if least.peak_bytes <= budget else of.least()  # which takes a while
             found[number] = {name: LongestRow(name, length, *one[1:]) for name, one in points.items()}
         return found[number][way].peak_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from typing import Any
@@ -31,6 +31,8 @@ from eager_offload.stats import Relief
 
 #: A part of a step that compute may wait without being worth a word, and to how many bits a budget for that is found.
 _LITTLE, _BITS = 0.05, 6
+#: A front is searched for so many budgets, where one part in so many of it is empty.
+_SEARCHES, _GAPS = 4, 8
 #: Samples of a curve at most: more than a screen has pixels.
 _SAMPLES = 4096
 #: Of what plans are compared with.
@@ -95,7 +97,8 @@ class Plan(PlanFigures, PlanSettings):
     def front(self, points: int = 16) -> list[Point]:
         """Returns the best plans for budgets from ``least_budget`` to where nothing has to move, in that order.
 
-        With ``recompute`` blocks keep what they do in this plan, or what was found for it on the way.
+        With ``recompute`` they are the best that was found on the way to this plan, and by a search for a few budgets
+        more where it left gaps, in about the time of a plan each. A plan that was loaded searches no more.
 
         Args:
             points: how many, 2 or more.
@@ -105,19 +108,44 @@ class Plan(PlanFigures, PlanSettings):
         """
         if type(points) is not int or points < 2:
             raise ConfigError(f"points={points!r} is not accepted: points takes a whole number, 2 or more")
-        choosers = [self._chooser, *([] if self.whole is None else [Chooser(self.whole, self.whole_windows)])]
-        low, high = self.least_budget, max(choosers[-1].nothing.peak_bytes, self.least_budget)
-        found, best = list[Point](), self.least
+        choosers = dict.fromkeys((self._chooser, self._whole_chooser))
+        (low, high), found, best = self._range, list[Point](), self.least
         for step in range(points):
             budget = low + (high - low) * step // (points - 1)
-            for chosen in (chooser.within(budget) for chooser in choosers):
-                if chosen.peak_bytes <= budget and chosen.step_seconds < best.step_seconds:
-                    best = Point.least_of(chosen)
-            for point in self.points:
+            tried = [Point.least_of(chooser.within(budget)) for chooser in choosers]
+            for point in (*tried, *self._searched):
                 if point.peak_bytes <= budget and point.step_seconds < best.step_seconds:
                     best = point
             found.append(best._replace(budget=budget))
         return found
+
+    @property
+    def _range(self) -> tuple[int, int]:
+        return self.least_budget, max(self._whole_chooser.nothing.peak_bytes, self.least_budget)
+
+    @cached_property
+    def _whole_chooser(self) -> Chooser:
+        return self._chooser if self.whole is None else Chooser(self.whole, self.whole_windows)
+
+    def search_with(self, points_within: Callable[[int], Iterable[Point]]) -> None:
+        """Takes what searches for the best step of another budget, for :meth:`front`."""
+        vars(self)["_points_within"] = points_within
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: one for name, one in vars(self).items() if name != "_points_within"}
+
+    @cached_property
+    def _searched(self) -> Sequence[Point]:
+        """The best that was found for all budgets, after a search in the largest gaps."""
+        points, (low, high), tried = self.points, self._range, set[int]()
+        while (search := vars(self).get("_points_within")) is not None and len(tried) < _SEARCHES:
+            peaks = sorted({low, high, *tried, *(one.peak_bytes for one in points if low < one.peak_bytes < high)})
+            begin, end = max(itertools.pairwise(peaks), key=lambda gap: gap[1] - gap[0], default=(low, high))
+            if (end - begin) * _GAPS <= high - low:
+                break
+            tried.add(middle := (begin + end) // 2)
+            points = tuple(search(middle))
+        return points
 
     def fixed_ways(self) -> list[FixedWay]:
         """Returns decisions that look at no budget, to compare with."""

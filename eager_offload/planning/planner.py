@@ -77,47 +77,38 @@ def plan(
         plan = eo.plan(model, tokens, device="h200", device_budget="40GiB")
         print(plan)
 
-    The model is traced: forward and backward on tensors without bytes, on the accelerator that the
-    process has, or as CUDA's kernels and autocast would have it where there is none; the plan names the functions of
-    which that is a guess. A copy is traced, so neither the model changes nor gradients, random numbers, what is
-    compiled and the ``functools`` caches of its code. A compiled model is planned as it is written. Nothing is
-    allocated but for integers and booleans. Times are those of a roofline: see :class:`Machine`.
+    A copy of the model is traced: forward and backward on tensors without bytes, on the accelerator that the process
+    has, or as CUDA's kernels and autocast would have it where there is none; the plan names the functions of which that
+    is a guess. Nothing of the model's or of the process changes, and nothing is allocated but for integers and
+    booleans. A compiled model is planned as it is written. Times are those of a roofline: see :class:`Machine`.
 
     Args:
         model: real, or on ``meta``, in the mode in which it is trained.
         inputs: what it is called with: a tensor, a tuple or list of arguments, or a mapping of keywords, which may hold
-            objects, such as a cache: they are copied. Integers and booleans in it should be real ones, since models
-            look at masks and the like.
+            objects, such as a cache: they are copied. Integers and booleans should be real ones: models look at masks.
         loss: makes the loss of what the model returns; ``None``: what it returns itself, or its ``loss``.
         device: ``"here"``, which is measured; ``"h200"``, ``"h100"``, ``"a100"``, ``"l40s"`` or ``"rtx4090"``; or a
             :class:`Machine`.
         device_budget: bytes of the device that the step may take, or a text such as ``"40GiB"``; ``None`` or
             ``"auto"``: all that it has; of the device that is here, what is free, less a tenth.
-        host_budget: bytes that may rest in the tier at one time, in the same form; ``None``: any number. What finds no
-            room there stays. It is the ``host_budget`` of the ``Offload`` too, and an eighth of it is left for what its
-            slabs round.
-        optimizer: a class, an instance, or a function that makes one of a list of parameters: its states are there all
-            the time, for each parameter that is trained. They are found by a step of it on tensors without bytes;
-            those that an instance has count as they are. Tensors that live only while it steps are left out. ``None``:
-            no states are counted, and the plan says so.
+        host_budget: bytes that may rest in the tier at one time, in the same form, of which an eighth is left for what
+            its slabs round; ``None``: any number. What finds no room there stays. The ``Offload`` has it too.
+        optimizer: a class, an instance, or a function that makes one of a list of parameters. The states that a step of
+            it would leave for each parameter that is trained are there all the time; ``None``: none are counted.
         optimizer_bytes: of its states, in place of what ``optimizer`` would have, such as those in 8 bits.
         mesh: the sizes of the mesh over which FSDP2 will shard the whole model that is given: ``(8,)``, or ``(2, 8)``
-            with two replicas. The plan is that of one device, where each member of the repeated blocks is gathered
-            while it runs, and one ahead. A model that ``fully_shard`` has sharded is planned as it is, without
-            ``mesh``. Collectives take no time.
+            with two replicas. The plan is that of one device, where each of the repeated blocks is gathered while it
+            runs, and one ahead; collectives take no time. A model that ``fully_shard`` has sharded needs no ``mesh``.
         accumulation: backwards to a step of the optimizer. From 2 on the gradients of the last one are there from the
             beginning, under FSDP2 in shards.
         policy: ``"least"``: the least movement that fits the budget, where compute waits as little as can be;
             ``"free"``: only what the link hides; ``"max"``: all that may move.
         recompute: whether the blocks that repeat may be computed again in backward, all of each or but for the results
-            that cost most seconds a byte, such as those of attention and of products, where that takes less time than
-            moving what they save. :meth:`Plan.apply` puts checkpoints around them. Only with ``policy="least"``;
-            without it the plan says in a line what it would bring, where compute waits for a tenth of the step or
-            nothing fits.
-        config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
-            ``prefetch_bytes``, ``skip`` and ``only`` are heeded (the plan chooses windows that are ``"auto"``), and
-            ``device_budget`` and ``host_budget`` where these are not given here. As for :class:`Offload`, which has all
-            of them from ``plan=...``.
+            that cost most seconds a byte, where that takes less time than moving what they save. :meth:`Plan.apply`
+            puts checkpoints around them. Only with ``policy="least"``, whose plan says without it what it would bring
+            where nothing fits or compute waits for a tenth of the step.
+        config: the settings of the ``Offload`` that will be used: ``min_bytes``, windows, ``skip`` and ``only`` are
+            heeded, and budgets that are not given here. As for :class:`Offload`, which has them from ``plan=...``.
 
     Where ``torch.distributed`` has a process group of several ranks, all of them have to call it together. They get one
     plan, by what rank 0 gives and for the least of their budgets; an error of one is an error of all.
@@ -129,14 +120,12 @@ def plan(
         ConfigError: an unknown device or policy, a size below 0, a pattern of ``skip`` or ``only`` that matches no
             module, ``keep_last_bytes`` beside it, an optimizer that cannot be tried, or a ``mesh`` beside a model that
             is sharded.
-        PlanError: what the model does depends on numbers that no trace has (train with ``device_budget=`` then, which
-            measures), it calls what torch does not
-            differentiate on a CPU, such as FlexAttention, it changes a tensor outside of it, or has a module of
-            TorchScript; the text names the module. Or an input cannot be copied, or something outside of the model
-            holds a tensor of the trace afterwards: the text names it. An error of the model's own comes as it is, with
-            a note that names the module. Or the model is sharded in another way than by ``fully_shard``.
+        PlanError: the step depends on numbers that no trace has (train with ``device_budget=`` then, which measures),
+            calls what torch does not differentiate on a CPU, such as FlexAttention, changes a tensor outside of it, or
+            has a module of TorchScript; an input cannot be copied; something outside of the model holds a tensor of the
+            trace afterwards; or the model is sharded in another way than by ``fully_shard``. The text names the module
+            or the tensor. An error of the model's own comes as it is, with a note that names the module.
     """
-
     return agreed(
         lambda: asked_for(
             model,
@@ -253,7 +242,7 @@ def _make(
 
     # What it was worked out for is what is in force from the first step on.
     settings = replace(settings, max_inflight_bytes=chosen.problem.window, prefetch_bytes=chosen.problem.ahead)
-    return Plan(
+    made = Plan(
         type(model).__name__,
         machine,
         budget,
@@ -273,6 +262,9 @@ def _make(
         asked.states,
         1 if asked.sharding is None else asked.sharding.shards,
     )
+    if recompute:
+        made.search_with(search.points_within)
+    return made
 
 
 def search_of(asked: Asked, model: nn.Module, inputs: object, loss: Callable[[Any], Tensor] | None) -> Search:
@@ -324,11 +316,16 @@ class Search:
     def all_again(self) -> Chooser:
         return self._chooser(self.levels[-1])
 
-    @property
     def least(self) -> Point:
-        """That of the least peak where all that a level keeps stays, or leaves in the smallest window."""
-        choosers = map(self._chooser, (*self.levels, dict.fromkeys(self._inner, frozenset[int]())))
-        return min(Point.least_of(chooser.share(part)) for chooser in choosers for part in (0.0, 1.0))
+        """Returns that of the least peak where all that a level keeps stays, or leaves in the smallest window; the
+        first one that fits, if one does, since each level takes a while."""
+        others = (dict.fromkeys(self._inner, frozenset[int]()), *self.levels[-2::-1])
+        found = list[Point]()
+        for chooser in (self.all_again, *map(self._chooser, others)):
+            found += (Point.least_of(chooser.share(part)) for part in (0.0, 1.0))
+            if min(found).peak_bytes <= self._asked.budget:
+                break
+        return min(found)
 
     @property
     def checkpointing(self) -> Point | None:
@@ -348,14 +345,19 @@ class Search:
         of = self._recording
         return {name: of.kept(of.calls[name], kept) for name, kept in found.mixture.items()}
 
-    def best(self, among: Sequence[Mixture], found: _Found | None = None) -> _Found:
-        """Returns the best of those mixtures, and of ``found``.
+    def points_within(self, budget: int) -> Iterator[Point]:
+        """Returns all of ``best_points`` once the best step of that budget is among them."""
+        self.best(self.mixtures(), budget=budget)
+        return self.best_points
+
+    def best(self, among: Sequence[Mixture], found: _Found | None = None, budget: int | None = None) -> _Found:
+        """Returns the best of those mixtures, and of ``found``, by default for the budget that was asked for.
 
         Each has a step that it cannot be faster than: compute, and the link's time for what has to leave. They are
         replayed in that order, with few windows, until none that is left could be faster than the best; then that is
         replayed with all of them.
         """
-        budget, machine = self._asked.budget, self._asked.machine
+        budget, machine = self._asked.budget if budget is None else budget, self._asked.machine
 
         def rank(one: _Found) -> tuple[float, ...]:
             chosen = one.chosen
@@ -391,6 +393,7 @@ class Search:
         for mixture, chooser, _ in finalists:
             bound = best.chosen.step_seconds if best.chosen.peak_bytes <= budget else inf
             best = min(best, _Found(mixture, chooser, chooser.within(budget, below=bound)), key=rank)
+        self.points.append(Point.least_of(best.chosen))
         return best
 
     def _compute_seconds(self, mixture: Mixture) -> float:

@@ -284,7 +284,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         storage = storage_of(tensor)
         mark = None if storage is None else marks.mark_of(storage)
         reason = reason_to_stay(tensor, self.min_bytes, preferred=mark is marks.Mark.PREFER)
-        in_region = marks.inside.keeps > 0 or (self._is_limited and not marks.inside.opens)
+        in_region = marks.inside.has_to_stay(self._is_limited)
         if reason is None and (mark is marks.Mark.KEEP or in_region):
             reason = KeepReason.MARKED if mark is marks.Mark.KEEP else KeepReason.REGION
         if mark is not None or in_region:

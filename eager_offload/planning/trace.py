@@ -30,7 +30,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from eager_offload.core.modules import MatchedModules
+from eager_offload.core.modules import MatchedModules, own_loss
 from eager_offload.eager.checkpointing import Saver, saving_with
 from eager_offload.errors import PlanError
 from eager_offload.planning import OF_TORCHSCRIPT
@@ -188,7 +188,7 @@ def loss_of_step(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | 
 def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     found = returned if loss is None else loss(returned)
     if loss is None and not isinstance(found, Tensor):
-        found = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
+        found = own_loss(found)
         if found is None and isinstance(returned, Sequence) and returned:
             found = returned[0]
     if not isinstance(found, Tensor) and loss is not None:

@@ -45,6 +45,26 @@ class Cached(Steps):
         return cached_loss(self.net, batch) if self.training else super().loss(batch)
 
 
+class Entered(Steps):
+    """Calls a small module before its net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+
+    def loss(self, batch: Tensor, *_: Any) -> Tensor:
+        return self.net(self.entry(batch)).square().mean()
+
+
+class InParts(Steps):
+    """Calls the parts of its net, none of which has half of the parameters."""
+
+    def loss(self, batch: Tensor, *_: Any) -> Tensor:
+        for part in (self.net.first, *self.net.blocks, self.net.last):
+            batch = part(batch)
+        return batch.square().mean()
+
+
 class WithoutLoss(Steps):
     """Has nothing to learn from its second batch."""
 

@@ -24,6 +24,8 @@ from tests.integrations.lightning_training import (
     PACKAGES,
     QUIET,
     Cached,
+    Entered,
+    InParts,
     Manual,
     SecondOrder,
     Several,
@@ -140,6 +142,19 @@ def test_where_no_module_is_called_before_backward_nothing_is_planned_and_bytes_
     with pytest.warns(RuntimeWarning, match="recompute=True has no effect: .* no module with parameters to train was"):
         found = fit(tmp_path, callback, Cached, batches=5)
     exact(fit(tmp_path, None, Cached, batches=5), found, callback.offload)
+
+
+@pytest.mark.filterwarnings("ignore:eager_offload. device_budget=1 ?B is :RuntimeWarning")
+@pytest.mark.parametrize(("steps", "name"), [(Entered, "net"), (InParts, BLOCK)])
+def test_the_module_that_has_most_of_what_is_trained_is_planned(steps: type, name: str, tmp_path: Path) -> None:
+    settings = {name: value for name, value in fields(tmp_path).items() if name != "keep_last_bytes"}
+    callback = OffloadCallback(**settings, device_budget=1, recompute=True)
+    module = module_of(steps=steps)
+    found = fit(tmp_path, callback, module=module)
+    stats = exact(fit(tmp_path, None, steps), found, callback.offload)
+    assert stats.plan is not None
+    own, all_trained = (sum(one.nbytes for one in of.parameters()) for of in (module.get_submodule(name), module))
+    assert stats.plan.predicted_peak_bytes > 2 * own + 2 * all_trained, "with gradients, and two states of AdamW"
 
 
 def test_validation_test_and_predict_run_without_it(tmp_path: Path) -> None:

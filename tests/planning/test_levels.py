@@ -85,6 +85,36 @@ class Given(nn.Module):
         return x + self.parts(x * given) * given
 
 
+class Experts(nn.Module):
+    """Each of them takes the rows that suit it best."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.norm = nn.Linear(32, 2), nn.LayerNorm(32)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm(x)
+        weights, taken = self.gate(inner).softmax(-1).topk(len(x) // 2, 0)
+        out = x
+        for number, expert in enumerate(self.experts):
+            rows = taken[:, number]
+            out = out.index_add(0, rows, expert(inner[rows]) * weights[:, number, None])
+        return out
+
+
+class Adapted(Linears):
+    """Its weights are frozen, with a trained adapter of low rank beside one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.a, self.b = nn.Linear(32, 4, bias=False), nn.Linear(4, 128, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.between(self.up(x) + self.b(self.a(x)) * 2).sin())
+
+
 class Convolved(nn.Module):
     """Convolutions, of two resolutions; (batch, 4, 16, 16) to a number."""
 
@@ -126,6 +156,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "shaky": lambda: (Net(Shaky, count=3), rows()),
     "gives back what it saves": lambda: (Net(Kinds, count=3), rows()),
     "is given more": lambda: (Net(Given, mask, count=4), rows()),
+    "experts": lambda: (Net(Experts), rows()),
+    "adapters": lambda: (Net(Adapted, count=3), rows()),
     "convolutions": lambda: (Convolved(), torch.randn(4, 4, 16, 16)),
 }
 
@@ -223,10 +255,13 @@ def plan_of_levels(**fields: Any) -> eo.Plan:
     torch.manual_seed(0)
     machine = slow(out=2e6, back=2e6, memory=1e11, single_flops=1e9, flops=1e9)
     planned = partial(eo.plan, *wide(), device=machine, optimizer=None, config=CONFIG, recompute=True)
-    most = planned().peak_bytes
-    plan = planned(device_budget=most * 3 // 5, **fields)
+    most = planned()
+    plan = planned(device_budget=most.peak_bytes * 3 // 5, **fields)
     assert any(plan.kept), "it keeps what is dear"
     assert plan.fits
+    assert most.again == ()
+    front = [one.step_seconds for one in most.front(32) if one.peak_bytes <= plan.device_budget]
+    assert front[-1] <= 1.01 * plan.step_seconds, "also where a search for its own budget has found little"
     return plan
 
 

@@ -6,6 +6,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,26 @@ def test_gradients_are_those_of_plain_checkpoints_and_bytes_move() -> None:
     assert_identical(found, whole, "checkpoints keep the state of random numbers")
     assert offload.stats().bytes_out > 0
     assert 0 < few < sum(packs(lambda: model(x))) / 3
+
+
+def test_what_only_names_moves_the_same_whichever_of_checkpoints_and_skip_in_begins_first() -> None:
+    x, calls, moved = torch.randn(128, 32), list[nn.Module](), list[int]()
+    expected = gradients(model := Dropping(), x)
+    parts: dict[str, Sequence[Any]] = {f"parts.{number}": () for number in range(3)}
+    model.parts[1].register_forward_pre_hook(lambda module, _: calls.append(module))
+    for applied in range(3):  # before, after, and on both sides
+        offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, only="parts.?")
+        with ExitStack() as stack:
+            for is_in_place in (applied != 1, applied > 0):
+                if is_in_place:
+                    stack.enter_context(checkpointed(model, parts))
+                offload.skip_in(model)
+            assert_identical(gradients(model, x, offload), expected)
+        moved.append(offload.stats(synchronize=True).bytes_out)
+        offload.close()
+    assert moved == [moved[0]] * 3
+    assert moved[0] > 0
+    assert len(calls) == 2 * 3, "once more in backward"
 
 
 def test_a_plan_is_applied_and_a_step_saves_what_it_says(plan: eo.Plan) -> None:

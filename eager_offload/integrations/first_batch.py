@@ -1,0 +1,248 @@
+"""A first batch that is planned, for integrations."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eager_offload import ConfigError, Offload, OffloadConfig, PlanError, contexts, plan
+from eager_offload.config import size_text
+from eager_offload.core.modules import modules_by_name, own_loss
+from eager_offload.errors import warn
+from eager_offload.tiers.limits import rank
+from eager_offload.torch_private import Patch
+from eager_offload.torch_private.fsdp import wrapped_modules
+from eager_offload.torch_private.memory import tree_iter
+
+#: Optimizers whose states a step without numbers does not tell: those of AdamW count for them.
+_UNTRIED = (torch.optim.LBFGS, torch.optim.SparseAdam)
+#: Parameters that may be given by name.
+_NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+#: After so many calls a line says what came of a plan; after so many steps without one, that there is none.
+_TOLD, _LOOKED_AT = 5, 3
+
+
+class FirstBatch:
+    """Plans the first call of a model in training, whose ``offload`` and blocks go by that plan until :meth:`end`.
+
+    Args:
+        offload: its configuration is what the plan is for.
+        switch: how checkpointing of the framework's own is switched off.
+
+    Raises:
+        ConfigError: ``offload`` has ``policy="free"``.
+    """
+
+    def __init__(self, offload: Offload, switch: str) -> None:
+        self._offload, self._switch = offload, switch
+        #: As it was given: that of ``offload`` becomes the plan's.
+        self.config = offload.config
+        #: If one of torch's trains the model, its states count; otherwise those of AdamW.
+        self.optimizers: Collection[Any] = ()
+        self.accumulation = 1
+        #: The elements that are trained in the modules of the first step, and how many backwards had begun by then.
+        self._met = weakref.WeakKeyDictionary[nn.Module, int]()
+        self._backwards = 0
+        self._applied: ExitStack | None = None
+        self._planned: weakref.ref[nn.Module] | None = None
+        self._calls = 0
+        if self.config.is_free:
+            raise ConfigError('recompute=True does not go with policy="free": leave one of them out')
+
+    @classmethod
+    def wanted(cls, recompute: bool, given: object, offload: Offload, switch: str) -> FirstBatch | None:
+        """Returns one where ``recompute`` asks for it, and ``offload`` is switched on.
+
+        Raises:
+            ConfigError: ``given`` is an ``Offload`` of the user's own, besides the error of the class.
+        """
+        if type(recompute) is not bool:
+            raise ConfigError(f"recompute={recompute!r} is not accepted: recompute takes True or False")
+        if recompute and isinstance(given, Offload):
+            raise ConfigError(
+                "recompute=True beside an Offload is not accepted, since a plan makes its settings: give the fields "
+                "here, or plan yourself: plan.apply(model), and Offload(plan=plan)"
+            )
+        return cls(offload, switch) if recompute and offload.config.enabled else None
+
+    @property
+    def is_planned(self) -> bool:
+        return self._applied is not None
+
+    @contextmanager
+    def noting_optimizers(self) -> Iterator[None]:
+        """Learns of optimizers that are made while it is entered."""
+
+        def noting(add: Callable[..., Any]) -> Callable[..., Any]:
+            def noted(optimizer: Any, *arguments: Any, **named: Any) -> Any:
+                made.add(optimizer)
+                return add(optimizer, *arguments, **named)
+
+            return noted
+
+        self.optimizers = made = weakref.WeakSet[Any]()
+        patch = Patch(torch.optim.Optimizer, "add_param_group", noting)
+        patch.put_on()
+        try:
+            yield
+        finally:
+            patch.take_off()
+
+    def count_step(self) -> None:
+        """Notes that a training step begins; warns after the first ones if none of their calls was planned."""
+        self._count()
+        if self._calls > _LOOKED_AT and not self.is_planned:
+            self._applied = ExitStack()
+            warn(
+                "recompute=True has no effect: in the first steps no module with parameters to train was called as "
+                "module(x) before backward, so none was planned, and device_budget alone says what moves"
+            )
+
+    def is_the_model(self, module: nn.Module) -> bool:
+        """Whether ``module``, one of several that a step calls, is the one to plan.
+
+        It is if it has at least half of the elements that the optimizers train. If no module has, or none of them is
+        known, it is the one with the most of the first step, from the next step on: what comes later in a step is not
+        known, and a small module may be called before the model.
+        """
+        if self.is_planned:
+            return True
+        trained = {id(one): one.numel() for one in module.parameters() if one.requires_grad}
+        if not trained:
+            return False
+        all_trained = {
+            id(one): one.numel()
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for one in group["params"]
+            if one.requires_grad
+        }
+        if 2 * sum(all_trained[one] for one in all_trained.keys() & trained) >= sum(all_trained.values()) > 0:
+            return True
+        if not self._met:
+            self._backwards = contexts.process.backwards
+        if self._backwards == contexts.process.backwards:
+            self._met[module] = sum(trained.values())
+            return False
+        return module in self._met and self._met[module] == max(self._met.values())
+
+    def begin(self, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Notes that a training call of the model begins, outside of every ``with offload``; the first is planned."""
+        if self.is_planned:
+            if self._planned is None or self._planned() is modules_by_name(module)[""]:
+                self._count()
+        elif any(one.requires_grad for one in module.parameters()):
+            if contexts.entered(self._offload) is not None:
+                raise ConfigError(
+                    "recompute=True plans the first call, for which the Offload is set up anew: it cannot be inside of "
+                    "a `with` of that. Call the model outside, or plan before: prepare(..., example=...)"
+                )
+            if not named:
+                self.plan(module, arguments)
+                return
+            parameters = [*inspect.signature(modules_by_name(module)[""].forward).parameters.values()]
+            if any(one.kind not in _NAMED for one in parameters[: len(arguments)]):
+                raise PlanError(
+                    f"{type(module).__name__} was called with arguments by name beside some that have none, and a plan "
+                    "takes one or the other: give all in one way, or leave recompute=True out"
+                )
+            self.plan(module, {**{one.name: given for one, given in zip(parameters, arguments, strict=False)}, **named})
+
+    def plan(self, module: nn.Module, inputs: object) -> None:
+        """Plans a step of ``module`` with ``inputs``, and has it computed again by that; all ranks together.
+
+        Raises:
+            ConfigError: ``module`` is checkpointed already.
+            PlanError: it cannot be planned.
+        """
+        self.refuse_checkpointing(module)
+        model = modules_by_name(module)[""]
+        names, own = [*modules_by_name(model)], {id(one) for one in model.parameters()}
+        patterns = {
+            field: [one for one in own if any(fnmatchcase(name, one) for name in names)]
+            for field, own in self.config.patterns.items()
+        }
+        optimizers = [getattr(one, "optimizer", one) for one in self.optimizers]  # Accelerate wraps them
+        optimizers = [
+            one for one in optimizers if own & {id(each) for group in one.param_groups for each in group["params"]}
+        ]
+        known = [one for one in optimizers if type(one).__module__.startswith("torch.optim.")]
+        is_told = len(optimizers) == len(known) == 1 and not isinstance(known[0], _UNTRIED)
+        try:
+            found = plan(
+                model,
+                inputs,
+                loss=_loss_of,
+                optimizer=known[0] if is_told else torch.optim.AdamW,
+                accumulation=self.accumulation,
+                recompute=True,
+                config=OffloadConfig.from_dict(patterns, self.config),
+            )
+        except PlanError as error:
+            raise PlanError(
+                f"{error}. With recompute=True the first batch is planned: leave it out, and device_budget alone "
+                "learns from the first steps"
+            ) from error
+        self._offload.follow(found, self.config)
+        self._offload.expect_no_use()
+        self._applied, self._calls, self.optimizers = ExitStack(), 0, ()
+        self._applied.enter_context(found.apply(model))
+        self._planned = weakref.ref(model)
+        _say(str(found).splitlines()[0])
+        if not found.fits:
+            warn(
+                f"device_budget={size_text(found.device_budget)} is too little for this model and batch by the plan, "
+                f"whose least is {size_text(found.least_budget)}: training goes on by the nearest plan, with a peak of "
+                f"{size_text(found.peak_bytes)}"
+            )
+
+    def refuse_checkpointing(self, model: nn.Module) -> None:
+        """Raises ``ConfigError`` if a framework checkpoints modules of ``model``."""
+        names = wrapped_modules(model, "CheckpointWrapper")
+        names += [name for name, one in model.named_modules() if vars(one).get("gradient_checkpointing") is True]
+        if names:
+            raise ConfigError(
+                f"recompute=True beside checkpointing of the framework's own ({names[0] or type(model).__name__!r}) is "
+                f"not accepted, since that computes all of its blocks again: switch that off ({self._switch}), and the "
+                "plan chooses what is computed again, or leave recompute=True out"
+            )
+
+    def end(self) -> None:
+        """Takes the checkpoints off, and plans anew at the next call. Idempotent."""
+        applied, calls = self._applied, self._calls
+        self._applied, self._planned, self._calls = None, None, 0
+        self._met.clear()
+        if applied is not None:
+            if 0 < calls < _TOLD:
+                self._tell()
+            applied.close()
+
+    def _count(self) -> None:
+        self._calls += 1
+        if self._calls == _TOLD:
+            self._tell()
+
+    def _tell(self) -> None:
+        if (said := self._offload.stats().plan) is not None:
+            _say(f"the plan said {said}")
+
+
+def _say(line: str) -> None:
+    if rank() == 0:
+        print(f"eager_offload: {line}", file=sys.stderr)
+
+
+def _loss_of(returned: Any) -> Any:
+    """Makes a loss of what any model returns: its own, or the sum of what has gradients."""
+    found = own_loss(returned)
+    if isinstance(found, Tensor) and found.requires_grad:
+        return found
+    return sum(one.sum() for one in tree_iter(returned) if isinstance(one, Tensor) and one.requires_grad)
