@@ -25,7 +25,7 @@ from eager_offload.errors import ConfigError, SavedTensorModifiedError, tell, wa
 from eager_offload.planning.levels import Kept, kind_of_call
 from eager_offload.planning.verify import Check, may_check, shape_of
 from eager_offload.torch_private.autograd import current_backward
-from eager_offload.torch_private.calls import schema_of, without_torch_function
+from eager_offload.torch_private.calls import dispatch_of, schema_of, without_torch_function
 from eager_offload.torch_private.memory import storage_key, tensors_in, tree_iter, weak_storage
 
 #: Which calls are checked: the first of each kind, all, none.
@@ -289,6 +289,8 @@ class _First:
 
 @cache
 def _saving(base: Any) -> type:
+    call_base = dispatch_of(base)
+
     class SavingMode(base):  # type: ignore[misc]  # a class of torch's, found when it runs
         """Notes what forward calls."""
 
@@ -302,7 +304,7 @@ def _saving(base: Any) -> type:
                 return func(*args, **(kwargs or {}))
             flow, called = self.policy.forward, self.policy.called
             called.append(flow.call(func, args, kwargs))
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+            result = call_base(self, func, types, args, kwargs)
             flow.made(len(called), result)
             return result
 
@@ -311,6 +313,8 @@ def _saving(base: Any) -> type:
 
 @cache
 def _taking(base: Any) -> type:
+    call_base = dispatch_of(base)
+
     class TakingMode(base):  # type: ignore[misc]  # likewise
         """Has kept results taken as long as the operators, and what they are given, are those of forward.
 
@@ -334,7 +338,7 @@ def _taking(base: Any) -> type:
             if self.is_other:
                 return func(*args, **(kwargs or {}))
             try:
-                result = super().__torch_dispatch__(func, types, args, kwargs)
+                result = call_base(self, func, types, args, kwargs)
             except (RuntimeError, SavedTensorModifiedError) as error:
                 if not any(text in str(error) for text in _REFUSALS):
                     raise

@@ -89,6 +89,17 @@ def _only(seeing: list[TorchDispatchMode]) -> Iterator[None]:
         yield
 
 
+def dispatch_of(mode: type[TorchDispatchMode]) -> Callable[..., Any]:
+    """Returns the ``__torch_dispatch__`` of a class of modes for a class derived from it to call.
+
+    torch wraps each class's in a call of Dynamo's, which costs about as much as an operator. The derived one has its own.
+    """
+    found: Any = mode.__torch_dispatch__
+    return found.__wrapped__ if getattr(found, "__code__", None) is _NO_DYNAMO.__code__ else found
+
+
+_NO_DYNAMO: Any = torch._disable_dynamo(lambda: None)
+
 # -- operators --------------------------------------------------------------------------------------------------------
 
 
