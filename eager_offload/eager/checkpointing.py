@@ -55,7 +55,13 @@ from eager_offload.torch_private.autograd import (
     on_checkpoints,
     sharing_versions,
 )
-from eager_offload.torch_private.calls import TorchDispatchMode, dispatch_of, is_proxied, schema_of, without_caller_modes
+from eager_offload.torch_private.calls import (
+    TorchDispatchMode,
+    dispatch_of,
+    is_proxied,
+    schema_of,
+    without_caller_modes,
+)
 from eager_offload.torch_private.captures import accelerator_in_use
 from eager_offload.torch_private.fsdp import is_collective
 from eager_offload.torch_private.memory import is_wrapper, storage_key, tensors_in, tree_map
