@@ -165,6 +165,10 @@ class Run:
         return median(self.step_seconds)
 
     @property
+    def processor_seconds(self) -> float:
+        return median(self.cpu_seconds)
+
+    @property
     def result(self) -> tuple[int, str, str]:
         return self.rank, self.losses_hash, self.parameters_hash
 
@@ -309,6 +313,7 @@ def judge(report: Report, runs: list[Run]) -> dict[str, object]:
             compared += (
                 ("memory to checkpoint", "checkpoint", "above_bytes", limits[0]),
                 ("time to checkpoint", "checkpoint", "seconds", limits[1]),
+                ("processor's time to checkpoint", "checkpoint", "processor_seconds", None),
             )
         for title, reference, what, limit in compared:
             if values := ratios(runs, what, name, reference):
