@@ -1,4 +1,4 @@
-"""Memory and time of training on a CPU: without offload, with checkpointing, with the disk tier, and with both.
+"""Memory and time of training on a CPU: without offload, with checkpointing, with the disk tier, with both, by a plan.
 
     python -m benchmarks.cpu_train
     python -m benchmarks.cpu_train --rounds 1 --variants "none;offload"
@@ -9,7 +9,8 @@ offload. Every variant trains in a process of its own; the variants take turns, 
 within a round. Steps on tiny batches load code and make gradients, which stay allocated from then on (they are zeroed
 in place), so that what comes on top of the resident memory after them is what training holds in between: mostly
 activations. A compiled variant takes one whole step first, which compiles. All variants of eager code must end with the
-same losses and parameters, bit for bit, and so must all compiled ones.
+same losses and parameters, bit for bit, and so must all compiled ones. A plan is for processor and disk as it measures
+them, and for as much memory as it predicts for checkpointing.
 
 On ranks each process has one thread and a batch as large as that of the single process. What a step's peak has on top
 of that of a step on a tiny batch is activations: what FSDP2 gathers and reduces is in both.
@@ -25,7 +26,9 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +62,8 @@ class Variant:
 
     checkpointing: bool = False
     offload: bool = False
+    #: Whether a plan with recompute, at the memory of checkpointing, says what moves and what is computed again.
+    planned: bool = False
     #: Whether Inductor compiles the model.
     compiled: bool = False
     #: The option that gives both windows; ``None`` stands for the library's defaults.
@@ -74,6 +79,8 @@ class Variant:
     memory_limit: float | None = None
     time_limit: float | None = None
     default_malloc_limit: float | None = None
+    #: The same of memory and time of checkpointing.
+    checkpoint_limits: tuple[float, float] | None = None
 
     @property
     def base(self) -> str:
@@ -98,6 +105,7 @@ VARIANTS = {
     "offload, defaults": Variant(
         offload=True, window=None, huge_pages=True, memory_limit=0.30, time_limit=1.10, default_malloc_limit=1.15
     ),
+    "plan": Variant(offload=True, planned=True, checkpoint_limits=(1.0, 0.95)),
     "checkpoint + offload": Variant(checkpointing=True, offload=True),
     # Recomputing a block takes long, so one block's input ahead is enough; each further one only takes room.
     "checkpoint + offload, small": Variant(checkpointing=True, offload=True, window="small_window", memory_limit=0.18),
@@ -157,6 +165,10 @@ class Run:
         return median(self.step_seconds)
 
     @property
+    def processor_seconds(self) -> float:
+        return median(self.cpu_seconds)
+
+    @property
     def result(self) -> tuple[int, str, str]:
         return self.rank, self.losses_hash, self.parameters_hash
 
@@ -178,8 +190,13 @@ def train(name: str, options: argparse.Namespace) -> Sequence[Run]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fields = windows(options)
     for field in ("max_inflight_bytes", "prefetch_bytes"):
-        fields[field] = "auto" if variant.window is None else getattr(options, variant.window)
-    offload = eo.Offload({what: value for what, value in fields.items() if value != "auto"})
+        fields[field] = "auto" if variant.window is None or variant.planned else getattr(options, variant.window)
+    fields = {what: value for what, value in fields.items() if value != "auto"}
+    if variant.planned:
+        plan = plan_like_checkpointing(model, optimizer, options, fields)
+        # Checks are for the first steps of a training, and there are no others here.
+        plan.apply(model, verify=False).__enter__()
+    offload = eo.Offload(plan=plan) if variant.planned else eo.Offload(fields)
     forward = torch.compile(model, dynamic=False) if variant.compiled else model
 
     def step(batch: Batch) -> float:
@@ -231,6 +248,22 @@ def train(name: str, options: argparse.Namespace) -> Sequence[Run]:
     return [run]
 
 
+def plan_like_checkpointing(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.Namespace, fields: dict[str, Any]
+) -> eo.Plan:
+    """A plan for this machine and as much memory as checkpointing takes by it; gradients are there from the first."""
+    (batch,) = text(options)
+    inputs, accumulation = (batch.inputs, batch.targets), 1 if options.drop_gradients else 2
+    made = partial(
+        eo.plan, model, inputs, optimizer=optimizer, accumulation=accumulation, recompute=True, config=fields
+    )
+    whole = made(device_budget=1 << 50).checkpointing
+    assert whole is not None, "blocks of it repeat"
+    plan = made(device_budget=whole.peak_bytes)
+    print(plan, file=sys.stderr)
+    return plan
+
+
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     runs: list[Run] = []
     for number, name, shown in turns(options.rounds, list(ON_RANKS) if options.ranks else options.variants):
@@ -276,6 +309,12 @@ def judge(report: Report, runs: list[Run]) -> dict[str, object]:
             ("time", variant.same_pages, "seconds", variant.time_limit),
             ("time to default malloc", DEFAULT_MALLOC, "seconds", variant.default_malloc_limit),
         )
+        if (limits := variant.checkpoint_limits) is not None:
+            compared += (
+                ("memory to checkpoint", "checkpoint", "above_bytes", limits[0]),
+                ("time to checkpoint", "checkpoint", "seconds", limits[1]),
+                ("processor's time to checkpoint", "checkpoint", "processor_seconds", None),
+            )
         for title, reference, what, limit in compared:
             if values := ratios(runs, what, name, reference):
                 row[title] = found = Spread.of(values)

@@ -55,7 +55,13 @@ from eager_offload.torch_private.autograd import (
     on_checkpoints,
     sharing_versions,
 )
-from eager_offload.torch_private.calls import TorchDispatchMode, is_proxied, schema_of, without_caller_modes
+from eager_offload.torch_private.calls import (
+    TorchDispatchMode,
+    dispatch_of,
+    is_proxied,
+    schema_of,
+    without_caller_modes,
+)
 from eager_offload.torch_private.captures import accelerator_in_use
 from eager_offload.torch_private.fsdp import is_collective
 from eager_offload.torch_private.memory import is_wrapper, storage_key, tensors_in, tree_map
@@ -178,6 +184,8 @@ class _Instead(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
 @cache
 def _caching(base: Any) -> type:
+    call_base = dispatch_of(base)
+
     class CachingMode(base):  # type: ignore[misc]  # a class of torch's, found when it runs
         """In force while the forward of a checkpoint runs."""
 
@@ -195,7 +203,7 @@ def _caching(base: Any) -> type:
             respects = getattr(self, "respect_saved_tensors_hooks", None)
             numbers = _random_numbers(args) if _is_opaque(func, types) else None
             try:
-                result = super().__torch_dispatch__(func, types, args, kwargs)
+                result = call_base(self, func, types, args, kwargs)
                 if self.policy_of_saved in _SAVES:
                     _put_handles(self.saver, self.storage, func, args)
                 elif self.policy_of_saved is not None and (numbers is None or numbers == _random_numbers(args)):
@@ -210,6 +218,8 @@ def _caching(base: Any) -> type:
 
 @cache
 def _cached(base: Any) -> type:
+    call_base = dispatch_of(base)
+
     class CachedMode(base):  # type: ignore[misc]  # likewise
         """In force while a checkpoint runs its forward again."""
 
@@ -225,7 +235,7 @@ def _cached(base: Any) -> type:
         ) -> Any:
             result = self.storage[_OFFLOADED].take(_next_call(self.calls, func, args))
             with nullcontext() if result is None else _Instead(func, result):
-                return super().__torch_dispatch__(func, types, args, kwargs)
+                return call_base(self, func, types, args, kwargs)
 
     return CachedMode
 

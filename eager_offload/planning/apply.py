@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
@@ -25,7 +25,7 @@ from eager_offload.errors import ConfigError, SavedTensorModifiedError, tell, wa
 from eager_offload.planning.levels import Kept, kind_of_call
 from eager_offload.planning.verify import Check, may_check, shape_of
 from eager_offload.torch_private.autograd import current_backward
-from eager_offload.torch_private.calls import schema_of, without_torch_function
+from eager_offload.torch_private.calls import dispatch_of, schema_of, without_torch_function
 from eager_offload.torch_private.memory import storage_key, tensors_in, tree_iter, weak_storage
 
 #: Which calls are checked: the first of each kind, all, none.
@@ -233,8 +233,8 @@ class Policy:
     def __init__(self, kept: Sequence[Kept]) -> None:
         self.kept = kept
         self._numbers = {one.kind: frozenset(one.numbers) for one in kept}
-        #: Calls of operators so far, in forward, and as it is computed again: torch 2.11 asks there too.
-        self._calls: tuple[Counter[str], Counter[str]] = Counter(), Counter()
+        #: Calls of operators in forward so far.
+        self._calls = Counter[str]()
         #: What forward has called, in order, and what its operators were given; the same of the run that takes results.
         self.called: list[object] = []
         #: Numbers of those whose results are kept, counted from 1.
@@ -243,31 +243,34 @@ class Policy:
         #: Whether forward has called other operators than were planned.
         self.takes_nothing = False
 
-    def __call__(self, context: Any, func: Any, /, *args: Any, **named: Any) -> CheckpointPolicy:
-        kind, calls = kind_of_call(func), self._calls[context.is_recompute]
-        number = calls[kind]
-        calls[kind] += 1
-        if number in self._numbers.get(kind, ()):
-            if not context.is_recompute:
-                self.kept_calls.add(len(self.called))
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+    def keeps(self, kind: str) -> bool:
+        """Counts a call of an operator in forward, and returns whether its result is kept."""
+        number = self._calls[kind]
+        self._calls[kind] += 1
+        return number in self._numbers.get(kind, ())
 
     @property
     def other(self) -> str | None:
         """How many operators of a kind were called that the plan had another number of; ``None`` if it had the same."""
         for one in self.kept:
-            if (calls := self._calls[False][one.kind]) != one.calls:
+            if (calls := self._calls[one.kind]) != one.calls:
                 return f"{one.kind} {calls} and not {one.calls} times"
         return None
 
     def contexts(self) -> tuple[Any, Any]:
-        """Returns what forward runs in, and each time that it is computed again."""
-        saving, taking = create_selective_checkpoint_contexts(self)  # type: ignore[no-untyped-call]  # no types
+        """Returns what forward runs in, and each time that it is computed again.
+
+        torch's own modes see the operators alone whose results are kept: they cost the host as much as an operator.
+        """
+        saving, taking = create_selective_checkpoint_contexts(_saves)  # type: ignore[no-untyped-call]  # no types
         for mode, derived in ((saving, _saving), (taking, _taking)):
             mode.__class__ = derived(mode.__class__)  # which in a context is one of ``eager/checkpointing.py``
             mode.policy = self
         return saving, _First(taking)
+
+
+def _saves(*_: Any, **named: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
 
 
 class _First:
@@ -289,6 +292,8 @@ class _First:
 
 @cache
 def _saving(base: Any) -> type:
+    call_base = dispatch_of(base)
+
     class SavingMode(base):  # type: ignore[misc]  # a class of torch's, found when it runs
         """Notes what forward calls."""
 
@@ -298,12 +303,18 @@ def _saving(base: Any) -> type:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if func in SAC_IGNORED_OPS:
+            operator, policy = _operator(func), self.policy
+            if operator.is_ignored:
                 return func(*args, **(kwargs or {}))
-            flow, called = self.policy.forward, self.policy.called
-            called.append(flow.call(func, args, kwargs))
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-            flow.made(len(called), result)
+            flow, called = policy.forward, policy.called
+            called.append(flow.call(func, args, kwargs, operator))
+            number = len(called)
+            if policy.keeps(operator.kind):
+                result = call_base(self, func, types, args, kwargs)
+                policy.kept_calls.add(number)  # one that raises an error leaves no result
+            else:
+                result = func(*args, **(kwargs or {}))
+            flow.made(number, result)
             return result
 
     return SavingMode
@@ -311,6 +322,8 @@ def _saving(base: Any) -> type:
 
 @cache
 def _taking(base: Any) -> type:
+    call_base = dispatch_of(base)
+
     class TakingMode(base):  # type: ignore[misc]  # likewise
         """Has kept results taken as long as the operators, and what they are given, are those of forward.
 
@@ -326,25 +339,43 @@ def _taking(base: Any) -> type:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if self.is_other or self.policy.takes_nothing or func in SAC_IGNORED_OPS:
+            operator, policy = _operator(func), self.policy
+            if self.is_other or policy.takes_nothing or operator.is_ignored:
                 return func(*args, **(kwargs or {}))
-            flow, called, at = self.policy.again, self.policy.called, self.at
+            flow, called, at = policy.again, policy.called, self.at
             self.at += 1
-            self.is_other = at >= len(called) or called[at] != flow.call(func, args, kwargs)
+            self.is_other = at >= len(called) or called[at] != flow.call(func, args, kwargs, operator)
             if self.is_other:
                 return func(*args, **(kwargs or {}))
-            try:
-                result = super().__torch_dispatch__(func, types, args, kwargs)
-            except (RuntimeError, SavedTensorModifiedError) as error:
-                if not any(text in str(error) for text in _REFUSALS):
-                    raise
-                result = func(*args, **(kwargs or {}))
-            if self.at in self.policy.forward.written and self.at in self.policy.kept_calls:
+            is_taken = self.at in policy.kept_calls
+            if is_taken:
+                try:
+                    result = call_base(self, func, types, args, kwargs)
+                except (RuntimeError, SavedTensorModifiedError) as error:
+                    if not any(text in str(error) for text in _REFUSALS):
+                        raise
+                    is_taken = False
+            if not is_taken or self.at in policy.forward.written:
                 result = func(*args, **(kwargs or {}))
             flow.made(self.at, result)
             return result
 
     return TakingMode
+
+
+class _Operator(NamedTuple):
+    is_ignored: bool
+    """Whether torch's modes pass it by."""
+    kind: str
+    written: list[tuple[int, str]]
+    """The places and the names of what it writes to, as far as it says so."""
+
+
+@cache
+def _operator(func: Any) -> _Operator:
+    given = getattr(schema_of(func), "arguments", ())  # a higher-order operator has none
+    written = [(place, one.name) for place, one in enumerate(given) if one.alias_info and one.alias_info.is_write]
+    return _Operator(func in SAC_IGNORED_OPS, kind_of_call(func), written)
 
 
 #: What ``torch.tensor`` calls.
@@ -384,13 +415,13 @@ class _Flow:
             if self._names.of(storage) is None:
                 self._names.add(storage, ("given", first), one.storage_offset())
 
-    def call(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any] | None) -> object:
+    def call(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any] | None, operator: _Operator) -> object:
         """Returns what tells a call of an operator from others."""
         self._given.clear()
         if func is _MADE_BY_PYTHON:  # a constant, in memory of its own each time
             return func, *((one.shape, one.dtype) if type(one) in _PLAIN else type(one) for one in args)
         told = [func, *map(self._told, args)]
-        for place, name in _written(func):
+        for place, name in operator.written:
             for one in tensors_in(args[place] if place < len(args) else (named or {}).get(name)):
                 if type(one) in _PLAIN and _has_storage(one):
                     made = self._names.of(one.untyped_storage())
@@ -450,13 +481,6 @@ _NO_NAME: tuple[Callable[[], object], tuple[object, int], int] = (lambda: None),
 _PLAIN = (Tensor, nn.Parameter)
 #: Numbers and names are told by themselves, and the rest of what operators are given by its class.
 _BY_VALUE = (int, float, bool, str, torch.dtype, torch.device, type(None))
-
-
-@cache
-def _written(func: Any) -> list[tuple[int, str]]:
-    """Returns the places and the names of what an operator writes to, as far as it says so."""
-    given = getattr(schema_of(func), "arguments", ())  # a higher-order operator has none
-    return [(place, one.name) for place, one in enumerate(given) if one.alias_info and one.alias_info.is_write]
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -89,6 +89,17 @@ def _only(seeing: list[TorchDispatchMode]) -> Iterator[None]:
         yield
 
 
+def dispatch_of(mode: Any) -> Any:
+    """Returns the ``__torch_dispatch__`` of a class of modes for a class derived from it to call.
+
+    torch wraps that of each class in a call of Dynamo's, which costs about as much as an operator; once is enough.
+    """
+    found = mode.__torch_dispatch__
+    return found.__wrapped__ if getattr(found, "__code__", None) is _NO_DYNAMO.__code__ else found
+
+
+_NO_DYNAMO: Any = getattr(torch, "_disable_dynamo")(is_tracing)  # noqa: B009  # not in torch's stubs
+
 # -- operators --------------------------------------------------------------------------------------------------------
 
 
