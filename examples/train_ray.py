@@ -1,0 +1,59 @@
+"""Ray Train's ``TorchTrainer`` with offload: Ray starts the workers, and each makes an ``Offload`` of its own.
+
+    python examples/train_ray.py
+    python examples/train_ray.py --workers 2 --compare
+
+Needs ``pip install 'ray[train]'``. Starts a Ray of its own on this machine and stops it at the end, with all of its
+processes and files: ``ray.shutdown()``, and Ray's folder. On a cluster, ``ray.init("auto")`` joins it instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.train.torch import TorchTrainer, prepare_model
+
+from lm.model import LanguageModel
+from lm.ranks import Rank, parse, train_ranks
+
+
+def train(rank: Rank) -> None:
+    options = rank.options
+    model = LanguageModel(options.layers, options.width, options.heads, options.sequence, checkpointing=False)
+    parallel = prepare_model(model)  # on the worker's device, and in DistributedDataParallel
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+    for batch in rank.data(seed=rank.number):
+        optimizer.zero_grad()
+        with rank.forward():
+            loss = parallel(batch.inputs, batch.targets)
+        loss.backward()
+        rank.note(loss, (parameter.grad for parameter in parallel.parameters()))
+        optimizer.step()
+
+
+def worker(config: dict[str, Any]) -> None:
+    """What Ray runs in each worker, whose process group it has made."""
+    ray.train.report({"lines": train_ranks(train, argparse.Namespace(**config))})
+
+
+if __name__ == "__main__":
+    more = argparse.ArgumentParser(add_help=False)
+    more.add_argument("--workers", type=int, default=2)
+    options = parse(__doc__, more)
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        ray.init(num_cpus=options.workers, include_dashboard=False, _temp_dir=folder)
+        try:
+            trainer = TorchTrainer(
+                worker,
+                train_loop_config=vars(options),
+                scaling_config=ray.train.ScalingConfig(num_workers=options.workers, use_gpu=torch.cuda.is_available()),
+                run_config=ray.train.RunConfig(storage_path=folder),
+            )
+            print(*trainer.fit().metrics["lines"], sep="\n")
+        finally:
+            ray.shutdown()
