@@ -3,8 +3,9 @@
     python examples/train_ray.py
     python examples/train_ray.py --workers 2 --compare
 
-Needs ``pip install 'ray[train]'``. Starts a Ray of its own on this machine and stops it at the end, with all of its
-processes and files: ``ray.shutdown()``, and Ray's folder. On a cluster, ``ray.init("auto")`` joins it instead.
+Needs ``pip install 'ray[train]'``. Starts a Ray of its own on this machine. At the end ``ray.shutdown()`` stops
+it, its processes are waited for, and its folder goes; the token that Ray writes to ``~/.ray`` stays. On a cluster
+``ray.init("auto")`` joins the Ray that is there, which goes on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import tempfile
 from typing import Any
 
+import psutil
 import ray
 import ray.train
 import torch
@@ -36,9 +38,9 @@ def train(rank: Rank) -> None:
         optimizer.step()
 
 
-def worker(config: dict[str, Any]) -> None:
-    """What Ray runs in each worker, whose process group it has made."""
-    ray.train.report({"lines": train_ranks(train, argparse.Namespace(**config))})
+def worker(config: dict[str, Any]) -> list[str]:
+    """Trains in a worker, for which Ray has made the process group."""
+    return train_ranks(train, argparse.Namespace(**config))
 
 
 if __name__ == "__main__":
@@ -54,6 +56,8 @@ if __name__ == "__main__":
                 scaling_config=ray.train.ScalingConfig(num_workers=options.workers, use_gpu=torch.cuda.is_available()),
                 run_config=ray.train.RunConfig(storage_path=folder),
             )
-            print(*trainer.fit().metrics["lines"], sep="\n")
+            print(*trainer.fit().return_value, sep="\n")
         finally:
+            started = psutil.Process().children(recursive=True)
             ray.shutdown()
+            psutil.wait_procs(started, timeout=30)  # they write into the folder until they have ended

@@ -80,7 +80,7 @@ def train_ranks(train: Callable[[Rank], None], options: argparse.Namespace) -> l
         a line of each rank about the run.
 
     Raises:
-        SystemExit: a loss or a gradient is another one with offload than without.
+        AssertionError: a loss or a gradient is another one with offload than without.
     """
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
@@ -96,7 +96,7 @@ def train_ranks(train: Callable[[Rank], None], options: argparse.Namespace) -> l
     line = rank.used()
     if options.compare:
         if runs[0].steps != rank.steps:
-            raise SystemExit(f"rank {rank.number}: with offload {rank.steps}, without {runs[0].steps}")
+            raise AssertionError(f"rank {rank.number}: with offload {rank.steps}, without {runs[0].steps}")
         count = sum(len(gradients) for _, gradients in rank.steps)
         line += f"; losses and {count} gradients are those without offload, bit for bit"
     if offload is not None:
