@@ -1,7 +1,7 @@
 """A pipeline of stages with offload: microbatches wait for their backward elsewhere than in memory.
 
     torchrun --standalone --nproc-per-node 2 examples/pipeline.py
-    torchrun --standalone --nproc-per-node 2 examples/pipeline.py --schedule GPipe --compare
+    torchrun --standalone --nproc-per-node 2 examples/pipeline.py --compare
 
 Runs on CPU ranks as it stands and on one accelerator a rank unchanged. A schedule calls forward and backward of its
 microbatches in an order of its own, so the context goes around its whole ``step``.

@@ -1,7 +1,7 @@
 """Ray Train's ``TorchTrainer`` with offload: Ray starts the workers, and each makes an ``Offload`` of its own.
 
     python examples/train_ray.py
-    python examples/train_ray.py --workers 2 --compare
+    python examples/train_ray.py --compare
 
 Needs ``pip install 'ray[train]'``. Starts a Ray of its own on this machine. At the end ``ray.shutdown()`` stops
 it, its processes are waited for, and its folder goes; the token that Ray writes to ``~/.ray`` stays. On a cluster
