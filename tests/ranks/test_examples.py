@@ -1,4 +1,4 @@
-"""An example of each framework runs on two ranks as its docstring says, learns what it learns without, leaves nothing."""
+"""An example of each framework runs on two ranks as its docstring says, learns the same without, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ EXAMPLES = [
 ]
 
 
-def printed(command: list[str], directory: Path, **environment: str) -> str:
+def printed(command: list[str], directory: Path, seconds: int = 240, **environment: str) -> str:
     own = {"EAGER_OFFLOAD_DISK_PATH": str(directory), "EAGER_OFFLOAD_TIER": "disk"}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     with started(command, **own, PYTHONPATH=paths, **environment) as launch:
-        said = launch.communicate(timeout=240)[0]
+        said = launch.communicate(timeout=seconds)[0]
     assert launch.returncode == 0, said[-4000:]
     assert list(directory.iterdir()) == []
     return said

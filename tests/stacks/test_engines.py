@@ -15,7 +15,7 @@ import pytest
 from tests.ranks.launch import ROOT, torchrun
 from tests.ranks.test_examples import printed
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 SMALL = ["--layers=2", "--width=64", "--heads=2", "--sequence=64", "--steps=2", "--min-bytes=4KiB", "--window=64KiB"]
 #: Each rank says that bytes moved, and that no bit is another one.
@@ -27,7 +27,7 @@ EQUAL = re.compile(
 def compares(script: str, launcher: list[str], start: str, directory: Path, **environment: str) -> None:
     """Runs an example with ``--compare``, after ``start`` as its docstring says."""
     assert f"    {start} examples/{script} --compare\n" in (ROOT / "examples" / script).read_text()
-    said = printed([*launcher, str(ROOT / "examples" / script), *SMALL, "--compare"], directory, **environment)
+    said = printed([*launcher, str(ROOT / "examples" / script), *SMALL, "--compare"], directory, 540, **environment)
     assert sorted(EQUAL.findall(said)) == ["0", "1"], said
 
 
