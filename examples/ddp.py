@@ -1,7 +1,7 @@
 """``DistributedDataParallel`` with offload: a whole model in each rank, gradients averaged while backward runs.
 
     torchrun --standalone --nproc-per-node 2 examples/ddp.py
-    torchrun --standalone --nproc-per-node 2 examples/ddp.py --no-offload
+    torchrun --standalone --nproc-per-node 2 examples/ddp.py --compare
 
 Runs on CPU ranks as it stands and on one accelerator a rank unchanged. Nothing is special about DDP here: the context
 goes around the forward of the wrapped model. Each rank has a budget of its own, worked out from its part of the node.
@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lm.model import LanguageModel
-from lm.ranks import Rank, started
+from lm.ranks import Rank, parse, run
 
 
 def train(rank: Rank) -> None:
@@ -21,18 +21,14 @@ def train(rank: Rank) -> None:
     model = LanguageModel(options.layers, options.width, options.heads, options.sequence, checkpointing=False)
     parallel = DistributedDataParallel(model.to(device), device_ids=None if device.type == "cpu" else [device])
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
-    losses = []
     for batch in rank.data(seed=rank.number):
         optimizer.zero_grad()
         with rank.forward():
             loss = parallel(batch.inputs, batch.targets)
         loss.backward()
+        rank.note(loss, (parameter.grad for parameter in model.parameters()))
         optimizer.step()
-        losses.append(loss.item())
-        rank.print_step(losses)
-    rank.tell(losses)
 
 
 if __name__ == "__main__":
-    with started(__doc__) as here:
-        train(here)
+    run(train, parse(__doc__))

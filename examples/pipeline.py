@@ -1,7 +1,7 @@
 """A pipeline of stages with offload: microbatches wait for their backward elsewhere than in memory.
 
     torchrun --standalone --nproc-per-node 2 examples/pipeline.py
-    torchrun --standalone --nproc-per-node 2 examples/pipeline.py --schedule GPipe --no-offload
+    torchrun --standalone --nproc-per-node 2 examples/pipeline.py --compare
 
 Runs on CPU ranks as it stands and on one accelerator a rank unchanged. A schedule calls forward and backward of its
 microbatches in an order of its own, so the context goes around its whole ``step``.
@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from lm.model import LanguageModel
-from lm.ranks import Rank, started
+from lm.ranks import Rank, parse, run
 
 
 class Stage(nn.Module):
@@ -53,7 +53,6 @@ def train(rank: Rank) -> None:
     schedule = kind(part, n_microbatches=options.microbatches, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
     first, last = rank.number == 0, rank.number == rank.size - 1
-    losses = []
     for batch in rank.data(seed=0):
         optimizer.zero_grad()
         parts: list[Tensor] = []
@@ -62,16 +61,13 @@ def train(rank: Rank) -> None:
                 schedule.step(target=batch.targets, losses=parts)
             else:
                 schedule.step(*([batch.inputs] if first else []))
+        loss = torch.stack(parts).mean() if last else None
+        rank.note(loss, (parameter.grad for parameter in stage.parameters()), writer=rank.number)
         optimizer.step()
-        if last:
-            losses.append(torch.stack(parts).mean().item())
-            rank.print_step(losses, writer=rank.number)
-    rank.tell(losses)
 
 
 if __name__ == "__main__":
     more = argparse.ArgumentParser(add_help=False)
     more.add_argument("--schedule", default="1F1B", help="1F1B or GPipe")
     more.add_argument("--microbatches", type=int, default=4)
-    with started(__doc__, more) as here:
-        train(here)
+    run(train, parse(__doc__, more))

@@ -1,7 +1,7 @@
 """Tensor parallelism with offload: every matrix of the MLPs is divided among the ranks, and the sequence in between.
 
     torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py
-    torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py --no-offload
+    torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py --compare
 
 Runs on CPU ranks as it stands and on one accelerator a rank unchanged. All ranks work on the same batch. Activations
 are ``DTensor``s here, of which each rank moves what it has itself; they come back with their mesh and placements.
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lm.model import LanguageModel
-from lm.ranks import Rank, started
+from lm.ranks import Rank, parse, run
 
 
 def divide(model: LanguageModel, mesh: DeviceMesh) -> None:
@@ -54,18 +54,14 @@ def train(rank: Rank) -> None:
     divide(model, init_device_mesh(device.type, (rank.size,)))
     # Weights that are divided and weights that are not cannot be stacked for one call.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    losses = []
     for batch in rank.data(seed=0):
         optimizer.zero_grad()
         with rank.forward():
             loss = model(batch.inputs, batch.targets)
         loss.backward()
+        rank.note(loss, (parameter.grad for parameter in model.parameters()))
         optimizer.step()
-        losses.append(loss.item())
-        rank.print_step(losses)
-    rank.tell(losses)
 
 
 if __name__ == "__main__":
-    with started(__doc__) as here:
-        train(here)
+    run(train, parse(__doc__))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 
 import pytest
 
+from eager_offload.version import VERSION
 from tests import hazards_page
 from tests.docs.pages import ROOT
 
@@ -35,3 +38,25 @@ def test_a_number_of_when_it_pays_is_that_of_the_result_file(file: str, limit: s
     limits = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())["limits"]
     (measured,) = (one["measured"] for one in limits if one["what"] == limit)
     assert quoted.format(measured) in " ".join((ROOT / "docs" / "when_it_pays.md").read_text().split())
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/index.md", "mkdocs.yml", "CITATION.cff"])
+def test_the_version_is_the_library_s_wherever_it_stands(file: str) -> None:
+    said = re.findall(r"(?:eager_offload|(?<!-)[Vv]ersion:?) (\d+\.\d+\.\d+)\b", (ROOT / file).read_text())
+    assert said == [VERSION], file
+
+
+def test_workflows_run_what_stands_in_the_makefile_and_in_ci() -> None:
+    """What a host runs anyone can run, with the Pythons that the package names."""
+    text = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    made = re.findall(r"run: make (?:TORCH=\$\{\{ matrix\.torch \}\} )?(\S+)$", text, re.MULTILINE)
+    scripts = re.findall(r"run: (\.ci/\w+)", text)
+    assert {"test-full", "gpu"} <= set(made) <= targets, "each is a target"
+    assert {".ci/run", ".ci/wheel"} == set(scripts)
+    assert all(os.access(ROOT / one, os.X_OK) for one in scripts)
+    pinned = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned
+    assert f"if: matrix.torch == '{pinned[1]}'\n        run: .ci/run" in text
+    classified = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert re.findall(r"python(3\.\d+)", text) == classified, "the wheel is tried on each"
