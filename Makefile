@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test test-full gpu fake-gpu fake-gpu-environment soak mutants bench lint clean
+.PHONY: help demo docs test test-full gpu fake-gpu fake-gpu-environment stacks soak mutants bench lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -52,6 +52,10 @@ fake-gpu: $(CUDA_STAMP) ## torch's CUDA build (5 GB, installed once) over a stan
 	$(CUDA_VENV)/bin/python -m tests.fake_cuda -m pytest -n $(JOBS) tests/fake_cuda/on_cuda $(ARGS)
 
 fake-gpu-environment: $(CUDA_STAMP)
+
+stacks: ## the releases that people train with, in environments of their own (installed once): each bit for bit
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m tests.stacks $(ARGS)
 
 soak: $(STAMP) ## trains for MINUTES (10) with faults and exceptions; a table of every resource before and after
 	$(BIN)/python -m tools.soak --minutes $(or $(MINUTES),10) $(ARGS)

@@ -1,0 +1,48 @@
+"""Builds the environments of ``environments.toml`` that are not there yet, and runs the tests of each.
+
+make stacks                                   all of them
+python -m tests.stacks huggingface -k swift   one of them, and arguments for pytest
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+_HERE = Path(__file__).parent
+_ROOT = _HERE.parents[1]
+GROUPS: dict[str, Any] = tomllib.loads((_HERE / "environments.toml").read_text())
+
+
+def environment(name: str) -> Path:
+    """Returns the interpreter of a group's environment, which is built anew where what is asked of it has changed."""
+    group, folder = GROUPS[name], _ROOT / f".venv-stacks-{name}"
+    python, installed = folder / "bin" / "python", folder / ".installed"
+    wanted = f"{group['requirements']} {group['alone']}\n{(_ROOT / 'constraints.txt').read_text()}"
+    if not installed.exists() or installed.read_text() != wanted:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+        subprocess.run([*pip, "-c", "constraints.txt", "-e", ".[test]", *group["requirements"]], check=True, cwd=_ROOT)
+        if group["alone"]:
+            subprocess.run([*pip, "--no-deps", *group["alone"]], check=True, cwd=_ROOT)
+        installed.write_text(wanted)
+    return python
+
+
+def main(arguments: list[str]) -> int:
+    names = [one for one in arguments if one in GROUPS]
+    options = [one for one in arguments if one not in GROUPS]
+    failed = 0
+    for name in names or GROUPS:
+        files = [f"tests/stacks/{file}" for file in GROUPS[name]["tests"]]
+        command = [environment(name), "-m", "pytest", *files, *options]
+        failed |= subprocess.run(command, cwd=_ROOT, env=os.environ | {"TESTS_STACK": name}, check=False).returncode
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
