@@ -1,0 +1,63 @@
+"""torchtitan: a trainer with a field ``offload`` in its config: its command line takes ``--offload.device_budget``.
+
+In a config registry of your own:
+
+    def my_llama3_8b():
+        return OffloadTrainer.Config.of(llama3_8b())
+
+and then ``--config my_llama3_8b --offload.device_budget 60GiB --training.disable_cuda_graphs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torchtitan.trainer import Trainer  # type: ignore[import-not-found]  # not among the development requirements
+
+from eager_offload import ConfigError, Offload, OffloadConfig
+from eager_offload.integrations.metrics import summarize
+
+__all__ = ["OffloadTrainer"]
+
+
+class OffloadTrainer(Trainer):  # type: ignore[misc]  # Trainer is Any where torchtitan is not installed
+    """Offloads what the steps of training save; pipelines too, and validation not. ``offload.stats()`` has the report.
+
+    Raises:
+        ConfigError: CUDA graphs are on, as torchtitan has them by default.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):  # type: ignore[misc]  # likewise
+        """torchtitan's configuration, and that of the offloading."""
+
+        offload: OffloadConfig = field(default_factory=OffloadConfig.from_env)
+
+        @classmethod
+        def of(cls, config: Any) -> OffloadTrainer.Config:
+            """Returns ``config``, a ``Trainer.Config``, with the field ``offload`` beside its own."""
+            return cls(**{one.name: getattr(config, one.name) for one in fields(config) if one.init})
+
+    def __init__(self, config: Config) -> None:
+        if config.offload.enabled and not config.training.disable_cuda_graphs:
+            raise ConfigError(
+                "training.disable_cuda_graphs=False is not accepted: a graph that torchtitan captures of forward and "
+                "backward replays without the offloading. Give --training.disable_cuda_graphs"
+            )
+        super().__init__(config)
+        self.offload, inner = Offload(config.offload), vars(self)["train_context"]
+
+        @contextmanager
+        def train_context() -> Iterator[None]:
+            with inner(), self.offload:
+                yield
+
+        self.train_context = train_context  # the validator has been given the one from before
+
+    def close(self) -> None:
+        super().close()
+        summarize(self.offload)
+        self.offload.close()

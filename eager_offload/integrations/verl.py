@@ -1,0 +1,41 @@
+"""verl: ``actor_rollout_ref.model.external_lib=eager_offload.integrations.verl``, and its own switch,
+``actor_rollout_ref.model.enable_activation_offload=True``, has this library underneath.
+
+verl imports this module before it builds a model. Settings come from ``EAGER_OFFLOAD_*``.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+
+import verl.utils.activation_offload as theirs  # type: ignore[import-not-found]  # not a development requirement
+from torch import nn
+
+from eager_offload.integrations.calls import OffloadedCalls, offload_from
+
+__all__ = ["enable_activation_offloading"]
+
+_NAME = "enable_activation_offloading"
+#: By model, what its calls run in; a further call for the same model changes nothing.
+_calls: weakref.WeakKeyDictionary[nn.Module, OffloadedCalls] = weakref.WeakKeyDictionary()
+
+
+def enable_activation_offloading(model: nn.Module, strategy: str, enable_ckpt: bool = False) -> None:
+    """Has training calls of ``model`` offload, in place of verl's function of this name.
+
+    Args:
+        model: as the engine has wrapped it.
+        strategy: any; verl's own takes ``"fsdp"`` and ``"fsdp2"``.
+        enable_ckpt: changes nothing: checkpointing stays as the model has it, and its inputs move.
+    """
+    if model not in _calls and (offload := offload_from(None)).config.enabled:
+        offload.skip_in(model)
+        _calls[model] = OffloadedCalls(model, offload)
+
+
+# Under every name by which it was imported already: the engines' modules may come before this one.
+_replaced = getattr(theirs, _NAME)
+for _module in [one for name, one in sys.modules.items() if name.startswith("verl.")]:
+    if vars(_module).get(_NAME) is _replaced:
+        setattr(_module, _NAME, enable_activation_offloading)

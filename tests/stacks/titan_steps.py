@@ -1,0 +1,100 @@
+"""Trains torchtitan's debug Llama for 4 steps on the CPU, a process for each gloo rank, and prints a digest of it.
+
+python tests/stacks/titan_steps.py plain|offload PORT RANK RANKS [key=value ...]     keys of ParallelismConfig
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# torchtitan asks for the accelerator when it is imported, and takes "cuda" where there is none.
+torch._utils._get_available_device_type = lambda: "cpu"
+torch._utils._get_device_module = lambda kind: torch.cpu
+torch.cpu.get_device_properties = lambda *_: None
+torch.cpu.get_device_name = lambda *_: "CPU"
+
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.llama3 import config_registry
+
+from eager_offload.integrations.torchtitan import OffloadTrainer
+
+
+class Words(BaseTokenizer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        super().__init__()
+
+    def encode(self, *_: Any, **__: Any) -> list[int]:
+        return []
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        return ""
+
+    def get_vocab_size(self) -> int:
+        return 2048
+
+
+class Tokens(BaseDataLoader):
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        pass
+
+    def __init__(self, config: Config, *, dp_rank: int, local_batch_size: int, seq_len: int, **_: Any) -> None:
+        self._size, self._made = (local_batch_size, seq_len + 1), torch.Generator().manual_seed(dp_rank)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        while True:
+            tokens = torch.randint(2048, self._size, generator=self._made)
+            yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def main(way: str, port: str, rank: str, ranks: str, *options: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+    os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    torch.set_num_threads(1)
+    config = OffloadTrainer.Config.of(config_registry.llama3_debugmodel())
+    for layer in config.model_spec.model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the others want an accelerator
+    config.tokenizer, config.dataloader = Words.Config(), Tokens.Config()
+    config.training.disable_cuda_graphs = True
+    config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 128, 4
+    config.debug.seed, config.debug.deterministic = 1, True
+    for option in options:
+        name, _, value = option.partition("=")
+        setattr(config.parallelism, name, int(value) if value.isdigit() else value)
+    config.offload = type(config.offload)(
+        enabled=way == "offload", tier="host", min_bytes=4096, keep_last_bytes=0, device_budget=None
+    )
+    trainer = config.build()
+    trainer.train()
+    digest = hashlib.sha256()
+    for part in trainer.model_parts:
+        for one in part.parameters():
+            local = one.to_local() if hasattr(one, "to_local") else one
+            digest.update(local.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    stats = trainer.offload.stats(synchronize=True)
+    print("DIGEST", digest.hexdigest(), stats.bytes_out, stats.bytes_in, flush=True)
+    trainer.close()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
