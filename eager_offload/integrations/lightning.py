@@ -27,7 +27,6 @@ from eager_offload.errors import tell
 from eager_offload.integrations.calls import Given, around_step, missing, offload_from, warn_of_what_hides
 from eager_offload.integrations.first_batch import FirstBatch
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
-from eager_offload.tiers.limits import set_local_ranks
 from eager_offload.torch_private import Patch
 
 __all__ = ["OffloadCallback"]
@@ -116,8 +115,6 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         self._leave()
         if stage != "fit" or not self.offload.config.enabled or not self._is_the_one(trainer):
             return
-        # Lightning's own launchers leave no word of how many there are on a node, and budgets are shared among them.
-        set_local_ranks(trainer.num_devices)
         self.offload.skip_in(pl_module)
         offload, first = self.offload, self._first
 
@@ -183,7 +180,6 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
             self._first.end()
         if patches:
             self._trace.end()
-            set_local_ranks(0)
             if self._closes:
                 self.offload.close()
 

@@ -208,11 +208,11 @@ def here(settings: OffloadConfig) -> Machine:
 
     from eager_offload.runtime.accelerator import accelerator_runtime
     from eager_offload.runtime.host import host_runtime
-    from eager_offload.tiers.limits import host_headroom
+    from eager_offload.tiers.limits import host_headroom, ranks_here
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        device, memory_bytes = torch.device("cpu"), host_headroom().nbytes
+        device, memory_bytes = torch.device("cpu"), host_headroom().nbytes // ranks_here().number
     else:
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         used = accelerator_runtime().memory(device)  # other processes and the driver have some of the rest

@@ -67,7 +67,8 @@ class HostTier(Tier):
     def warn(self, said: set[str]) -> None:
         budget, overdraft = self._quota.budget, self._quota.overdraft
         if budget is None:
-            warn_of_guess()
+            if self._pool.bound is not None and self._pool.bound.is_alone:
+                warn_of_guess()
         elif overdraft is not None:
             warn_once(
                 "host_budget",

@@ -3,7 +3,7 @@
     machine     available memory; what the kernel commits to, where it is set to keep its word
     groups      limits of the control groups that the process is in, and of those around them
     process     its own limits: address space, data, file size
-    node        how many processes of the run share all this
+    node        what its processes have taken of all this (``ledger.py``)
 
 What is found is the least of these. It is asked for anew whenever it is needed, because others take memory too.
 
@@ -32,12 +32,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
-from operator import attrgetter
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import psutil
 import torch.distributed as dist
@@ -45,7 +45,8 @@ import torch.distributed as dist
 from eager_offload.config import size_text
 from eager_offload.errors import warn_once
 from eager_offload.tiers.base import Shortage
-from eager_offload.tiers.forking import ForkSafeLock
+from eager_offload.tiers.forking import ForkSafeLock, Living, tell_after_fork
+from eager_offload.tiers.ledger import UNKNOWN, Entry, Ledger
 
 #: The part of the memory that is available now that saved tensors may take. The other half is for what the process
 #: still has to allocate itself: data loading, checkpoints on their way to disk, the page cache that feeds both.
@@ -89,37 +90,28 @@ class Limit:
     capacity: int
     """What it is set to, in bytes."""
     room: int
-    """What is left of it, in bytes, for all processes that it binds."""
-    sharers: int
-    """How many processes of the run it binds together: each may take this part of the room."""
+    """What is left of it, in bytes."""
     reason: str
     """A sentence that says what binds, with numbers."""
     remedy: str
     """What a user can do about it: a clause in the imperative."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that this process can take of the room."""
-        return self.room // self.sharers
+    def reserve(self) -> int:
+        """Bytes of it that are left for others."""
+        return int(self.capacity * RESERVED_PART)
 
     @property
-    def spare(self) -> int:
-        """Bytes that it may take so that something is left for others; below 0 where too little is."""
-        return self.nbytes - int(self.capacity * RESERVED_PART) // self.sharers
-
-    def budget(self, held: int = 0) -> int:
-        """Returns the bytes for its saved tensors, which have ``held`` of them already.
-
-        The others of a run are taken to have as many.
-        """
-        return int((self.nbytes + held) * HOST_FRACTION)
+    def is_own(self) -> bool:
+        """Whether it binds this process alone."""
+        return self.kind == "rlimit"
 
 
 class Headroom(NamedTuple):
     """How much more this process can take."""
 
     limits: tuple[Limit, ...]
-    """Everything that bounds it, the least first."""
+    """Everything that bounds it, the least room first."""
 
     @property
     def binding(self) -> Limit:
@@ -129,22 +121,21 @@ class Headroom(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that it can take: all of them, with nothing left for other processes."""
-        return self.binding.nbytes
+        return self.binding.room
 
 
 def host_headroom(system: System | None = None) -> Headroom:
-    """Returns how much more host memory this process can take at this moment, and what binds.
+    """Returns how much more host memory this process could take at this moment if no other did, and what binds.
 
     Args:
         system: where it is looked up; this machine where it is left out.
     """
     system = System() if system is None else system
-    ranks = ranks_here(system.environ)
     meminfo = _kibibytes(_read(system.root / "proc/meminfo"))
     return _least(
-        _available(meminfo, ranks),
-        *_committed(system, meminfo, ranks),
-        *_groups(system, ranks),
+        _available(meminfo),
+        *_committed(system, meminfo),
+        *_groups(system),
         *_of_process(system, "RLIMIT_AS", "VmSize", "addresses", "-v"),
         *_of_process(system, "RLIMIT_DATA", "VmData", "data", "-d"),
     )
@@ -172,19 +163,22 @@ def disk_headroom(path: Path, system: System | None = None, *, length: int = 0) 
     """
     system = System() if system is None else system
     ranks, usage = ranks_here(system.environ), shutil.disk_usage(path)
-    reason = f"the disk of {path} has {size_text(usage.free)} free{_divided(ranks)}"
+    reason = f"the disk of {path} has {size_text(usage.free)} free"
+    if ranks.number > 1:
+        guess = ", since nothing tells how many of them are on this node" if ranks.is_guess else ""
+        reason += f", shared by {ranks.number} processes of this run{guess}"
     remedy = "make room there, or name a larger disk in disk_path"
-    limits = [Limit("disk", str(path), usage.total, usage.free, ranks.number, reason, remedy)]
+    limits = [Limit("disk", str(path), usage.total, usage.free // ranks.number, reason, remedy)]
     if (most := file_size_limit(system)) is not None:
         reason = f"no file of this process may exceed {size_text(most)} (RLIMIT_FSIZE)"
         room = max(most - length, 0)
-        limits.append(Limit("rlimit", "RLIMIT_FSIZE", most, room, 1, reason, "raise the limit (ulimit -f)"))
+        limits.append(Limit("rlimit", "RLIMIT_FSIZE", most, room, reason, "raise the limit (ulimit -f)"))
     return _least(*limits)
 
 
 def host_budget(system: System | None = None) -> int:
-    """Returns the bytes of host memory for this process's saved tensors: ``HOST_FRACTION`` of its headroom."""
-    return min(limit.budget() for limit in host_headroom(system).limits)
+    """Returns the bytes of host memory for saved tensors where none are held: ``HOST_FRACTION`` of the room."""
+    return int(host_headroom(system).nbytes * HOST_FRACTION)
 
 
 def disk_budget(path: Path, system: System | None = None) -> int:
@@ -194,23 +188,23 @@ def disk_budget(path: Path, system: System | None = None) -> int:
         OSError: ``path`` cannot be looked at.
     """
     parts = {"disk": DISK_FRACTION}  # others take nothing of the size that a file may have
-    return min(int(limit.nbytes * parts.get(limit.kind, 1)) for limit in disk_headroom(path, system).limits)
+    return min(int(limit.room * parts.get(limit.kind, 1)) for limit in disk_headroom(path, system).limits)
 
 
 # -- what bounds memory ---------------------------------------------------------------------------------------------
 
 
-def _available(meminfo: Mapping[str, int], ranks: Ranks) -> Limit:
+def _available(meminfo: Mapping[str, int]) -> Limit:
     room, capacity = meminfo.get("MemAvailable"), meminfo.get("MemTotal")
     if room is None or capacity is None:
         memory = psutil.virtual_memory()
         room, capacity = int(memory.available), int(memory.total)
-    reason = f"{size_text(room)} of this machine's {size_text(capacity)} of memory are available{_divided(ranks)}"
+    reason = f"{size_text(room)} of this machine's {size_text(capacity)} of memory are available"
     remedy = "end other programs that take memory, or take a machine with more of it"
-    return Limit("memory", "MemAvailable", capacity, room, ranks.number, reason, remedy)
+    return Limit("memory", "MemAvailable", capacity, room, reason, remedy)
 
 
-def _committed(system: System, meminfo: Mapping[str, int], ranks: Ranks) -> list[Limit]:
+def _committed(system: System, meminfo: Mapping[str, int]) -> list[Limit]:
     """Returns what the kernel may still promise, where it promises no more than it has (overcommit mode 2)."""
     mode = (_read(system.root / "proc/sys/vm/overcommit_memory") or "").strip()
     capacity, promised = meminfo.get("CommitLimit"), meminfo.get("Committed_AS")
@@ -218,10 +212,10 @@ def _committed(system: System, meminfo: Mapping[str, int], ranks: Ranks) -> list
         return []
     reason = (
         f"the kernel promises {size_text(capacity)} in all and has promised {size_text(promised)} already "
-        f"(vm.overcommit_memory=2){_divided(ranks)}"
+        "(vm.overcommit_memory=2)"
     )
     remedy = "raise vm.overcommit_ratio, or set vm.overcommit_memory to 0"
-    return [Limit("commit", "CommitLimit", capacity, max(capacity - promised, 0), ranks.number, reason, remedy)]
+    return [Limit("commit", "CommitLimit", capacity, max(capacity - promised, 0), reason, remedy)]
 
 
 def _of_process(system: System, name: str, used_name: str, what: str, option: str) -> Iterator[Limit]:
@@ -230,21 +224,16 @@ def _of_process(system: System, name: str, used_name: str, what: str, option: st
         status = _kibibytes(_read(system.root / "proc/self/status"))
         used = status[used_name] if used_name in status else int(psutil.Process().memory_info().vms)
         reason = f"this process may have {size_text(capacity)} of {what} ({name}) and has {size_text(used)}"
-        yield Limit("rlimit", name, capacity, max(capacity - used, 0), 1, reason, f"raise the limit (ulimit {option})")
+        yield Limit("rlimit", name, capacity, max(capacity - used, 0), reason, f"raise the limit (ulimit {option})")
 
 
 def _least(*limits: Limit) -> Headroom:
-    return Headroom(tuple(sorted(limits, key=lambda limit: limit.nbytes)))
+    return Headroom(tuple(sorted(limits, key=lambda limit: limit.room)))
 
 
 def _kibibytes(text: str | None) -> dict[str, int]:
     """Returns the lines ``Name:   123 kB`` of a file of the kernel's, in bytes."""
     return {name: int(number) << 10 for name, number in re.findall(r"^(\w+):\s+(\d+) kB$", text or "", re.MULTILINE)}
-
-
-def _divided(ranks: Ranks) -> str:
-    guess = ", since nothing tells how many of them are on this node" if ranks.is_guess else ""
-    return f", shared by {ranks.number} processes of this run{guess}" if ranks.number > 1 else ""
 
 
 # -- control groups ----------------------------------------------------------------------------------------------------
@@ -259,7 +248,7 @@ class _Group(NamedTuple):
     version: int
 
 
-def _groups(system: System, ranks: Ranks) -> Iterator[Limit]:
+def _groups(system: System) -> Iterator[Limit]:
     """Yields the limits of the control groups that bind this process, from its own group outwards."""
     membership = _read(system.root / "proc/self/cgroup")
     groups = () if membership is None else _groups_of(system.root, membership)
@@ -285,13 +274,13 @@ def _groups(system: System, ranks: Ranks) -> Iterator[Limit]:
         used -= max(cache - not_written, 0)  # the kernel would drop that before it killed anything
         reason = (
             f"the control group {file.parent} may use {size_text(capacity)} ({file.name}) and "
-            f"uses {size_text(max(used, 0))}, not counting file cache{_divided(ranks)}"
+            f"uses {size_text(max(used, 0))}, not counting file cache"
         )
         remedy = (
             "give the container or job more memory (docker run --memory, resources.limits.memory in Kubernetes, "
             "sbatch --mem)"
         )
-        yield Limit("cgroup", str(file), capacity, max(capacity - used, 0), ranks.number, reason, remedy)
+        yield Limit("cgroup", str(file), capacity, max(capacity - used, 0), reason, remedy)
 
 
 def _read(file: Path) -> str | None:
@@ -400,12 +389,10 @@ class Ranks(NamedTuple):
     """Whether it is all of the run, since nothing tells where they are."""
 
 
-#: What a framework has said that starts processes by itself; 0: nothing.
-_reported = 0
-
-
 def ranks_here(environ: Mapping[str, str] | None = None) -> Ranks:
-    """Returns how many processes share this node's memory and disks; 1 where nothing says that there are more.
+    """Returns how many processes share this node's disks, and its memory where it has no ledger.
+
+    That is 1 where nothing says that there are more.
 
     A value that makes no sense is passed over.
 
@@ -413,7 +400,7 @@ def ranks_here(environ: Mapping[str, str] | None = None) -> Ranks:
         environ: the environment; that of this process where it is left out.
     """
     environ = os.environ if environ is None else environ
-    if number := next(filter(None, (_positive(environ.get(name, "")) for name in _NUMBERS)), _reported):
+    if number := next(filter(None, (_positive(environ.get(name, "")) for name in _NUMBERS)), 0):
         return Ranks(number)
     has_group = dist.is_available() and dist.is_initialized()
     total = _positive(environ.get("WORLD_SIZE", "")) or (dist.get_world_size() if has_group else 1)
@@ -424,15 +411,6 @@ def ranks_here(environ: Mapping[str, str] | None = None) -> Ranks:
 def rank() -> int:
     """Returns which process of its run this is, as launchers like torchrun say; 0 without one."""
     return _positive(os.environ.get("RANK", ""))
-
-
-def set_local_ranks(ranks: int) -> None:
-    """Says how many processes share this node, for frameworks that start them without a launcher's variables.
-
-    A launcher's word comes before it. 0 takes it back.
-    """
-    global _reported
-    _reported = max(ranks, 0)
 
 
 def warn_of_guess() -> None:
@@ -453,8 +431,9 @@ def _positive(text: str) -> int:
 
 # -- what the process may still take ----------------------------------------------------------------------------------
 
-#: What one look admits without another: this part of what it has found, and at most so many bytes.
-_TRUSTED, _TRUSTED_BYTES = 8, 1 << 30
+#: What one look admits without another: such a part of what it has found, and such a part of what is held, or so many
+#: bytes if that is more. No other process can take them meanwhile.
+_TRUSTED, _TRUSTED_OF_HELD, _TRUSTED_BYTES = 8, 16, 32 << 20
 #: Bytes that are refused without another look.
 _REFUSED = 256 << 20
 
@@ -467,71 +446,204 @@ class NoRoomError(MemoryError):
         self.shortage = shortage
 
 
+T = TypeVar("T")
+
+
+class Taker(Protocol):
+    """A pool that takes host memory."""
+
+    coming: int
+    """Bytes that it is about to take; ``HostBound`` sets it, and the pool sets it back to 0."""
+
+    @property
+    def bytes_by_machine(self) -> int | None:
+        """Bytes that it holds by budgets that follow the machine; ``None`` where it has no such budget."""
+
+
+class _Node(NamedTuple):
+    """What the processes of this node have taken; see [Note: shares]."""
+
+    own: Entry
+    others: list[Entry]
+
+    def bound_by(self, limit: Limit) -> list[Entry]:
+        """Returns the entries of all processes that the limit binds."""
+        return [self.own] if limit.is_own else [self.own, *self.others]
+
+    def sharers(self, limit: Limit) -> int:
+        """Returns how many of them take memory by budgets that follow the machine; this process is one."""
+        return 1 + sum(1 for one in self.bound_by(limit)[1:] if one.need)
+
+    def spare(self, limit: Limit) -> int:
+        """Returns the bytes that may be taken so that something is left for others; below 0 where too little is."""
+        return limit.room - sum(one.coming for one in self.bound_by(limit)) - limit.reserve
+
+    def budget(self, limit: Limit) -> int:
+        """Returns the bytes that all of them may hold for saved tensors."""
+        room = limit.room + sum(one.held - one.coming for one in self.bound_by(limit))
+        return int(room * HOST_FRACTION)
+
+    def share(self, limit: Limit) -> int:
+        """Returns the bytes of the budget that each may have, whatever the others need."""
+        return self.budget(limit) // self.sharers(limit)
+
+    def left(self, limit: Limit) -> tuple[int, int]:
+        """Returns the bytes of the budget that nobody holds, and how many of them are kept for other processes."""
+        share, bound = self.share(limit), self.bound_by(limit)
+        kept = [(share if one.need == UNKNOWN else min(one.need, share)) - one.held for one in bound[1:]]
+        return self.budget(limit) - sum(one.held for one in bound), sum(max(one, 0) for one in kept)
+
+    def admits(self, limit: Limit) -> int:
+        """Returns the bytes of the budget that this process may take now."""
+        left, kept = self.left(limit)
+        return max(left - kept, min(left, self.share(limit) - self.own.held))
+
+    def missing(self, limit: Limit) -> int:
+        """Returns the bytes that this process should give back, for others to have what is theirs."""
+        left, kept = self.left(limit)
+        return max(-self.spare(limit) // self.sharers(limit), min(kept - left, self.own.held - self.share(limit)))
+
+
 class HostBound:
     """Says how much host memory the process may take, slab by slab. Thread-safe.
 
     [Note: a budget that follows the machine]
-    What saved tensors hold by ``host_budget="auto"`` is at most ``HOST_FRACTION`` of what this process could take if
-    they held nothing, and its other ranks as much as it does. That is asked when a slab is taken: other programs come
-    and end, and a virtual machine may have more memory the more of it is touched. What is held already stays.
+    The saved tensors of all processes of a node hold by ``host_budget="auto"`` at most ``HOST_FRACTION`` of what there
+    would be if they held nothing. That is asked when a slab is taken: other programs come and end, and a virtual
+    machine may have more memory the more of it is touched. What is held already stays.
+
+    [Note: shares]
+    Each process takes of that budget what it needs. But ranks often need the same, and the first of them must not take
+    what a slower one needs too. So each that takes memory has a *share* of the budget, all of them alike. What a
+    process lacks of its share is kept for it: everything until its first step has ended, and then as much as its last
+    step has needed. A process that has more than its share gives idle slabs back when a forward begins, if another
+    lacks them.
+
+    Where there is no ledger, the launcher says how many processes there are (``ranks_here``). The others are taken to
+    hold as much as this one, and to need all of their shares.
 
     [Note: a budget in bytes]
     What the user gives in bytes holds, however little the machine says that it has: it may have more, and nobody else
     knows. Where this would refuse, one warning says so. Only the system itself refuses.
+
+    Args:
+        ledger: of the node.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        self._ledger = ledger
         self._lock = ForkSafeLock()
+        self._takers: Living[Taker] = Living()
+        self.after_fork()
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Starts the child as a process that has taken nothing."""
+        #: Whether the last look was without a ledger.
+        self.is_alone = self._ledger is None
         #: Bytes that the last look admits yet.
         self._admitted = 0
         #: What the last look refused: as many bytes or more are refused again.
         self._refused: tuple[int, Shortage] | None = None
         self._refused_bytes = 0
+        #: As in ``Entry``; and the bytes that were refused in this step.
+        self._need, self._lacked = UNKNOWN, 0
 
-    def admit(self, nbytes: int, held: int | None = None) -> None:
+    def join(self, taker: Taker) -> None:
+        """Counts what ``taker`` holds, for as long as it lives."""
+        with self._lock.lock:
+            self._takers.add(taker)
+
+    def admit(self, nbytes: int, taker: Taker | None = None, *, given: bool = True) -> None:
         """Counts ``nbytes`` more that are taken from the system.
 
         Args:
-            held: bytes that are held by budgets that follow the machine, where one of these asks; for ``None`` it only
-                counts what is left for others.
+            taker: the pool that takes them.
+            given: whether a budget in bytes is to hold them; then only what is left for others counts.
 
         Raises:
             NoRoomError: they may not be.
         """
         with self._lock.lock:
+            if taker is not None:
+                taker.coming = 0  # of the slab before
             if nbytes <= self._admitted:
                 self._admitted -= nbytes
+                if taker is not None:
+                    taker.coming = nbytes
                 return
-            if held is not None:
+            if not given:
                 self.refuse_again(nbytes)
+                self._admitted = 0
+            shortage = self._look(partial(self._decide, nbytes, taker, given))
+            if shortage is not None:
+                raise NoRoomError(shortage)
+
+    def _decide(
+        self, nbytes: int, taker: Taker | None, given: bool, limits: Sequence[Limit], node: _Node
+    ) -> Shortage | None:
+        limit = min(limits, key=node.spare)
+        left = node.spare(limit)
+        shortage = Shortage(
+            f"{size_text(nbytes)} more of host memory would leave less than {size_text(limit.reserve)} of it for "
+            f"others, for {limit.reason}",
+            limit.remedy,
+        )
+        if not given:
+            limit = min(limits, key=node.admits)
+            if node.admits(limit) < left:
+                left, sharers = node.admits(limit), node.sharers(limit)
+                who = "this process" if sharers == 1 else f"the {sharers} processes that share it"
+                shortage = Shortage(
+                    f'all of host_budget="auto" is in use: {size_text(node.budget(limit))}, which is '
+                    f"{HOST_FRACTION:.0%} of what {who} could take ({limit.reason})",
+                    f"{limit.remedy}, or give host_budget in bytes",
+                )
+        is_refused = nbytes > left
+        if taker is not None and (given or not is_refused):
+            taker.coming = nbytes
+        if not given and is_refused:
+            self._refused, self._refused_bytes = (nbytes, shortage), 0
+            self._lacked += nbytes
+            if self._need != UNKNOWN:
+                self._need = max(self._need, node.own.held) + nbytes
+        elif not given:
+            most = max(node.own.held // _TRUSTED_OF_HELD, _TRUSTED_BYTES)
+            self._admitted, self._refused = min((left - nbytes) // _TRUSTED, most), None
+        return shortage if is_refused else None
+
+    def _look(self, decide: Callable[[Sequence[Limit], _Node], T]) -> T:
+        """Returns what ``decide`` makes of what the system has left; the ledger has what this process holds after it.
+
+        Raises:
+            NoRoomError: the system does not say what it has left.
+        """
+
+        def look(others: Sequence[Entry] | None) -> tuple[Entry, T]:
+            own = self._entry()
+            if others is None:
+                others = [own._replace(need=UNKNOWN)] * (ranks_here().number - 1)
             try:
                 limits = host_headroom().limits
             except OSError as error:  # no free file descriptor to look with
                 reason, remedy = f"what the system has left cannot be read ({error.strerror})", "close files"
                 raise NoRoomError(Shortage(reason, remedy)) from error
-            limit = min(limits, key=attrgetter("spare"))
-            left = limit.spare
-            shortage = Shortage(
-                f"{size_text(nbytes)} more of host memory would leave less than "
-                f"{size_text(int(limit.capacity * RESERVED_PART))} of it for others, for {limit.reason}",
-                limit.remedy,
-            )
-            if held is not None:
-                limit = min(limits, key=lambda limit: limit.budget(held))
-                budget = limit.budget(held)
-                if budget - held < left:
-                    left = budget - held
-                    shortage = Shortage(
-                        f'all of host_budget="auto" is in use: {size_text(budget)}, which is {HOST_FRACTION:.0%} of '
-                        f"what this process could take ({limit.reason})",
-                        f"{limit.remedy}, or give host_budget in bytes",
-                    )
-            if nbytes > left:
-                if held is not None:
-                    self._admitted, self._refused, self._refused_bytes = 0, (nbytes, shortage), 0
-                raise NoRoomError(shortage)
-            if held is not None:
-                self._admitted, self._refused = min((left - nbytes) // _TRUSTED, _TRUSTED_BYTES), None
+            made = decide(limits, _Node(own, list(others)))
+            return self._entry(), made
+
+        if self._ledger is not None:
+            with suppress(OSError):
+                made = self._ledger.settle(_name_of_group, look)
+                self.is_alone = False
+                return made
+        self.is_alone = True
+        return look(None)[1]
+
+    def _entry(self) -> Entry:
+        pools = [(taker.coming, taker.bytes_by_machine) for taker in self._takers]
+        follow = [coming + held for coming, held in pools if held is not None]
+        coming = sum(coming for coming, _ in pools)
+        return Entry(sum(follow) + self._admitted, coming + self._admitted, self._need if follow else 0)
 
     def refuse_again(self, nbytes: int) -> None:
         """Raises ``NoRoomError`` where ``admit`` would for a budget that follows the machine, without a look."""
@@ -539,20 +651,43 @@ class HostBound:
             refused = self._refused
             if refused is not None and nbytes >= refused[0] and self._refused_bytes < _REFUSED:
                 self._refused_bytes += nbytes
+                self._lacked += nbytes
                 raise NoRoomError(refused[1])
 
     def missing_bytes(self) -> int:
-        """Looks, and returns how many bytes should go back to the system so that enough is left for others."""
-        try:
-            return max(-min(limit.spare for limit in host_headroom().limits), 0)
-        except OSError:
-            return 0
+        """Looks as a forward begins, and returns how many idle bytes should go back to the system for others."""
+
+        def decide(limits: Sequence[Limit], node: _Node) -> int:
+            self._need, self._lacked = node.own.held + self._lacked, 0
+            return max(node.missing(limit) for limit in limits)
+
+        with self._lock.lock:
+            self._admitted = 0
+            try:
+                return max(self._look(decide), 0)
+            except NoRoomError:
+                return 0
+
+    def update(self) -> None:
+        """Tells the other processes what this one holds, once it has taken slabs."""
+        with self._lock.lock:
+            if self._ledger is not None:
+                self._ledger.update(self._entry())
 
     def forget(self) -> None:
         """Slabs have gone back to the system: what the last look has found does not hold any more."""
         with self._lock.lock:
             self._admitted, self._refused = 0, None
+            self.update()
+
+
+def _name_of_group() -> str:
+    """Returns what names the control group whose processes share a ledger: the nearest one with a limit."""
+    for limit in _groups(System()):
+        status = os.stat(Path(limit.where).parent)
+        return f"{status.st_dev:x}-{status.st_ino:x}"
+    return "machine"
 
 
 #: Of this process: all memory comes from the same machine.
-host_bound = HostBound()
+host_bound = HostBound(Ledger())

@@ -285,6 +285,8 @@ class Pool:
         #: Of the thread that takes a slab from the system; it comes before ``_lock``.
         self._growth = ForkSafeLock()
         self._reset()
+        if bound is not None:
+            bound.join(self)
         tell_after_fork(self)
 
     def _reset(self) -> None:
@@ -299,6 +301,8 @@ class Pool:
         self._left_fences: tuple[Fence, ...] = ()
         #: Bytes of all slabs; of what is alive, as it was asked for.
         self._held = self._used = 0
+        #: Of the slab that a thread is about to take.
+        self.coming = 0
         self._is_crashed = False
         self._rests = True
         #: Bytes of all requests so far.
@@ -456,7 +460,10 @@ class Pool:
                 return take()
             except MustGrow as slab:
                 wanted, least = slab.args
-            return take(memory=self._new_memory(wanted, least, quota))
+            try:
+                return take(memory=self._new_memory(wanted, least, quota))
+            finally:
+                self._told()
 
     def _new_memory(self, wanted: int, least: int, quota: Quota | None) -> Tensor:
         for size in dict.fromkeys((wanted, least)):  # a smaller one costs less than what is idle and was pinned
@@ -470,14 +477,25 @@ class Pool:
     def _admitted(self, nbytes: int, quota: Quota | None) -> Tensor:
         if self.bound is not None:
             given = quota is not None and quota.budget is not None
-            held = self._held - sum([one.held_bytes for one in self._quotas if one.budget is not None])
             try:
-                self.bound.admit(nbytes, None if given else held)
+                self.bound.admit(nbytes, self, given=given)
             except NoRoomError as error:
                 if quota is None or not given:
                     raise
                 quota.overdraft = error.shortage
         return self._allocate_slab(nbytes)
+
+    def _told(self) -> None:
+        """Tells the bound that no slab is about to be taken any more: it is held, or there is none."""
+        self.coming = 0
+        if self.bound is not None:
+            self.bound.update()
+
+    @property
+    def bytes_by_machine(self) -> int | None:
+        """Bytes that it holds by budgets that follow the machine; ``None`` where it has no such budget."""
+        held = self._held - sum([one.held_bytes for one in self._quotas if one.budget is not None])
+        return held if self._limit() is None else None
 
     @property
     def is_given(self) -> bool:
@@ -494,19 +512,22 @@ class Pool:
         if self._lock.is_held() or self._growth.is_held():
             raise reentered()
         with self._growth.lock:
-            while True:
-                with self._lock.lock, self._crashing():
-                    self._poll()
-                    missing, limit = nbytes - (self._held - self._used + quota.used_bytes), self._limit()
-                    if missing <= 0:
-                        return
-                    if limit is not None and self._held + missing > limit:
-                        raise NoRoomError(quota.over)
-                    size = self._sizes.within(PAGE, min(missing + -missing % PAGE, _RESERVED_BYTES))
-                memory = self._admitted(size, quota)
-                with self._lock.lock, self._crashing():
-                    self._idle_bytes = max(self._idle_bytes, nbytes)
-                    self._add(memory)
+            try:
+                while True:
+                    with self._lock.lock, self._crashing():
+                        self._poll()
+                        missing, limit = nbytes - (self._held - self._used + quota.used_bytes), self._limit()
+                        if missing <= 0:
+                            return
+                        if limit is not None and self._held + missing > limit:
+                            raise NoRoomError(quota.over)
+                        size = self._sizes.within(PAGE, min(missing + -missing % PAGE, _RESERVED_BYTES))
+                    memory = self._admitted(size, quota)
+                    with self._lock.lock, self._crashing():
+                        self._idle_bytes = max(self._idle_bytes, nbytes)
+                        self._add(memory)
+            finally:
+                self._told()
 
     def restart_peak(self, quota: Quota) -> None:
         """Measures anew how much of ``quota`` is used at most."""
