@@ -33,9 +33,10 @@ from eager_offload.planning.program import Problem, Program, floor_seconds, kind
 from eager_offload.planning.replay import WINDOWS, Chooser, Chosen
 from eager_offload.planning.sharding import (
     Asked,
+    Mesh,
     agreed,
     are_several,
-    check_mesh,
+    mesh_of,
     model_text,
     on_one_device,
     shape_on,
@@ -66,7 +67,7 @@ def plan(
     host_budget: int | str | None = None,
     optimizer: Optimizing | None = torch.optim.AdamW,
     optimizer_bytes: int | str | None = None,
-    mesh: tuple[int, ...] | None = None,
+    mesh: tuple[int, ...] | Mapping[str, int] | None = None,
     accumulation: int = 1,
     policy: str = "least",
     recompute: bool = False,
@@ -167,7 +168,7 @@ def asked_for(
     host_budget: int | str | None,
     optimizer: Optimizing | None,
     optimizer_bytes: int | str | None,
-    mesh: tuple[int, ...] | None,
+    mesh: tuple[int, ...] | Mapping[str, int] | None,
     accumulation: int,
     config: OffloadConfig | Mapping[str, Any] | None,
 ) -> Asked:
@@ -177,8 +178,8 @@ def asked_for(
         raise ConfigError(
             f"accumulation={accumulation!r} is not accepted: accumulation takes a whole number, 1 or more"
         )
-    check_mesh(mesh)
-    sharding = sharding_of(model, mesh)
+    sizes = mesh_of(mesh)
+    sharding = sharding_of(model, sizes)
     given = OffloadConfig.from_given(config, {})
     if given.keep_last_bytes != "auto":
         raise ConfigError(
@@ -199,10 +200,10 @@ def asked_for(
     if optimizer_bytes is not None:
         states = States("optimizer", parse_size(optimizer_bytes, "optimizer_bytes"))
     elif optimizer is not None:
-        meshes: dict[Tensor, tuple[int, ...] | None] = {}
+        meshes: dict[Tensor, Mesh | None] = {}
         if isinstance(loss, nn.Module):
             meshes.update((one, None) for one in loss.parameters())
-        meshes.update((one, mesh) for one in model.parameters())
+        meshes.update((one, sizes) for one in model.parameters())
         states = states_of(optimizer, [*meshes], lambda one: shape_on(one, meshes.get(one)))
     machine: Machine | None = device if isinstance(device, Machine) else TABLE.get(str(device))
     if device == _HERE:
