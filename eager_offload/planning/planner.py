@@ -43,6 +43,7 @@ from eager_offload.planning.sharding import (
     sharding_of,
 )
 from eager_offload.planning.states import Optimizing, States, states_of
+from eager_offload.tiers.limits import ranks_here
 from eager_offload.torch_private.inductor import is_compiled
 from eager_offload.torch_private.memory import tree_iter
 
@@ -53,6 +54,8 @@ _MUCH = 0.1
 #: So many mixtures are replayed in all windows, of those that come roughly as near to the best; of a sum of seconds, an
 #: error.
 _FINALISTS, _NEAR, _ROUNDING = 3, 1.01, 1e-9
+#: Devices of a node, where nothing says how many there are.
+_NODE = 8
 #: Of a budget of the tier, one part in so many is left for what its slabs round.
 _ROUNDED = 8
 
@@ -179,7 +182,7 @@ def asked_for(
             f"accumulation={accumulation!r} is not accepted: accumulation takes a whole number, 1 or more"
         )
     sizes = mesh_of(mesh)
-    sharding = sharding_of(model, sizes)
+    sharding = sharding_of(model, sizes, mesh)
     given = OffloadConfig.from_given(config, {})
     if given.keep_last_bytes != "auto":
         raise ConfigError(
@@ -272,8 +275,14 @@ def _make(
         may_again,
         search.is_compiled,
         asked.states,
-        1 if asked.sharding is None else asked.sharding.shards,
+        *((1, 1, 1) if (of := asked.sharding) is None else (of.shards, of.parts, min(of.devices, _node()))),
     )
+
+
+def _node() -> int:
+    """Returns how many devices a node has: as many as a launcher has started ranks here, or as are usual."""
+    ranks = ranks_here()
+    return _NODE if ranks.is_guess or ranks.number == 1 else ranks.number
 
 
 def search_of(asked: Asked, model: nn.Module, inputs: object, loss: Callable[[Any], Tensor] | None) -> Search:

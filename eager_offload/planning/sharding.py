@@ -16,8 +16,8 @@ to the end is then taken out of ``other_bytes``, and what FSDP2 holds is put in 
 4. whole gradients from where they are made until the unit's backward is over, and from there on the copy that is
    reduced, until the next unit's backward is over.
 
-With tensor parallelism the step that is traced is that of one device already, with its part of each matrix: that is then
-the whole parameter of which FSDP2 makes shards.
+With tensor parallelism the step that is traced is that of one device already, with its part of each matrix: that is
+then the whole parameter of which FSDP2 makes shards.
 
 The ranks' collectives take no time in the plan. Shards are padded to the rows of the first rank, as FSDP2 pads them.
 """
@@ -115,8 +115,9 @@ def shape_on(tensor: Tensor, mesh: Mesh | None) -> torch.Size:
     return torch.Size((-(-shape[0] // mesh.fsdp), *shape[1:]))
 
 
-def sharding_of(model: nn.Module, mesh: Mesh | None) -> Sharding | None:
-    """Returns how ``model`` is divided, or will be over ``mesh``; ``None``: not at all.
+def sharding_of(model: nn.Module, mesh: Mesh | None, given: object) -> Sharding | None:
+    """Returns how ``model`` is divided, or will be over ``mesh``, of which a user has ``given`` sizes; ``None``: not at
+    all.
 
     Raises:
         ConfigError: it is divided already in another way than ``mesh`` says.
@@ -133,10 +134,10 @@ def sharding_of(model: nn.Module, mesh: Mesh | None) -> Sharding | None:
     divided = (specs.get(id(one), one) for one in parameters.values() if is_distributed(one))
     parts = max((one.device_mesh.size() for one in divided if one is not None), default=1)
     if mesh is not None and groups:
-        raise ConfigError(f"mesh={_given(mesh)} is not accepted, since the model is sharded already: leave mesh out")
+        raise ConfigError(f"mesh={given!r} is not accepted, since the model is sharded already: leave mesh out")
     if mesh is not None and mesh.tp not in (None, parts):
         raise ConfigError(
-            f"mesh={_given(mesh)} is not accepted, since tensor parallelism divides the model among {parts}: call "
+            f"mesh={given!r} is not accepted, since tensor parallelism divides the model among {parts}: call "
             f"parallelize_module with it before, over a mesh of {mesh.tp}, as before training. A process that has no "
             "other ranks begins a group without them: torch.distributed.init_process_group('fake', rank=0, "
             "world_size=..., store=torch.distributed.HashStore())"
@@ -152,10 +153,6 @@ def sharding_of(model: nn.Module, mesh: Mesh | None) -> Sharding | None:
         unit = next(number for module in modules_around(name) if (number := numbers.get(module)) is not None)
         pieces[name] = Piece(unit, *(shape_on(one, to).numel() * one.itemsize for to in (mesh, None)))
     return Sharding(mesh.fsdp, tuple(units), pieces, parts, mesh.fsdp * parts * mesh.replicate)
-
-
-def _given(mesh: Mesh) -> object:
-    return {name: size for name, size in mesh._asdict().items() if size not in (None, 1)} or mesh
 
 
 def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:

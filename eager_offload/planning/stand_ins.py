@@ -18,9 +18,9 @@ The copy of a model that ``fully_shard`` has sharded has its layers as they were
 which they are gathered, and none of the hooks that gather them. Its inputs and outputs are cast as those hooks cast.
 
 [Note: tensor parallelism]
-A ``DTensor`` has its part of this rank as its stand-in, with the same mesh and placements. The recorder leaves operators
-on it to torch, which calls those of the parts and the collectives in between. torch also runs each operator on tensors
-of the whole shapes to find out the shape of its result: those are of no device, and are not written down.
+A ``DTensor`` has its part of this rank as its stand-in, with the same mesh and placements. The recorder leaves
+operators on it to torch, which calls those of the parts and the collectives in between. torch also runs each operator
+on tensors of the whole shapes to find out the shape of its result: those are of no device, and are not written down.
 
 [Note: modules that forward converts]
 ``module.to(...)`` sets the ``data`` of a real parameter. That of a fake one torch exchanges with another tensor, which

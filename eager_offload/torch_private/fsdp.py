@@ -21,7 +21,7 @@ class ShardedGroup(NamedTuple):
     sizes: tuple[torch.Size, ...]
     """Those of the gathered parameters on one device."""
     specs: tuple[Any, ...]
-    """How tensor parallelism divides each gathered parameter, with ``mesh`` and ``placements``; ``None``: not at all."""
+    """How tensor parallelism divides each gathered parameter: see ``spec_of``; ``None``: not at all."""
     shards: int
     """Devices that have a part of each."""
     frees: bool

@@ -84,6 +84,7 @@ CASES: dict[str, dict[str, str]] = {
         "an_error_of_one_is_an_error_of_all": "every",
         "different_models_are_an_error_of_all": "every",
         "sharded_models_are_planned_as_whole_ones": "two every",
+        "tensor_parallelism_is_planned_as_it_runs": "two four",
     },
     "with_accelerate": dict.fromkeys(
         [
