@@ -106,6 +106,19 @@ def without_sharding(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     return kind.__new__(kind), kept
 
 
+def pipeline_methods() -> list[tuple[type, str, bool]]:
+    """Returns the methods of pipeline schedules that run a step, and those that first find out the shapes of its
+    stages, by running each: the class, the name, and whether it is a step."""
+    found = []
+    for kind, prepare in (
+        ("PipelineScheduleSingle", "_initialize_stage"),
+        ("PipelineScheduleMulti", "_initialize_stages"),
+    ):
+        schedule = if_imported("torch.distributed.pipelining.schedules", kind)
+        found += [(schedule, name, name == "step") for name in ("step", prepare) if hasattr(schedule, name)]
+    return found
+
+
 def wrapped_modules(model: nn.Module, kind: str) -> list[str]:
     """Returns the names of the modules in ``model`` with torch's ``CheckpointWrapper``, or with its ``OffloadWrapper``,
     which moves all their saves to host memory."""

@@ -72,6 +72,7 @@ CASES: dict[str, dict[str, str]] = {
         "together_with_fsdp": "four",
     },
     "pipelines": {
+        "a_step_is_one_of_the_schedule_on_every_rank": "two four",
         "gpipe": "every",
         "one_forward_one_backward": "two every four",
         "interleaved": "two every four",
