@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -45,6 +45,7 @@ from eager_offload.torch_private.autograd import (
     top_pack_hook,
 )
 from eager_offload.torch_private.calls import dispatch_modes, function_modes, without_caller_modes
+from eager_offload.torch_private.fsdp import pipeline_methods
 
 
 class Owner(Protocol):
@@ -78,6 +79,17 @@ class Handle(Protocol):
 # -- whose thread -----------------------------------------------------------------------------------------------------
 
 
+class Phase:
+    """A call of a pipeline schedule: all that is saved in it is one step, however its microbatches take turns.
+
+    Without that, a rank whose microbatches are one behind the other, as on the last stage, has a step for each.
+    """
+
+    def __init__(self, *, is_step: bool) -> None:
+        #: Whether it trains; before its first step a schedule runs each stage to find out shapes: of no further use.
+        self.is_step = is_step
+
+
 class _Thread(threading.local):
     """The open contexts and the counts of the calling thread."""
 
@@ -89,6 +101,8 @@ class _Thread(threading.local):
     """Autograd nodes that the thread has made in ``outside``."""
     is_outside = False
     """Whether it is in ``outside``."""
+    phase: Phase | None = None
+    """The part of a pipeline schedule that runs."""
 
     def __init__(self) -> None:
         #: The open contexts, in the order in which they were entered.
@@ -310,6 +324,28 @@ class Patches:
 
 #: The patches that are in torch while any context is open.
 patches = Patches(lambda: [_entering])
+
+
+def _phase(replaced: Callable[..., Any], *, is_step: bool) -> Callable[..., Any]:
+    @wraps(replaced)
+    def call(*given: Any, **named: Any) -> Any:
+        before, thread.phase = thread.phase, Phase(is_step=is_step)
+        try:
+            return replaced(*given, **named)
+        finally:
+            thread.phase = before
+
+    return call
+
+
+_pipelines: list[Patch] = []
+
+
+def watch_pipelines() -> None:
+    """Has schedules of pipelines, once they are imported, tell their phases while any context is open."""
+    if not _pipelines and (methods := pipeline_methods()):
+        _pipelines[:] = [Patch(kind, name, partial(_phase, is_step=is_step)) for kind, name, is_step in methods]
+        patches.add(_pipelines)
 
 
 # -- contexts ---------------------------------------------------------------------------------------------------------

@@ -291,6 +291,7 @@ class Offload:
         hooks, counters = self._hooks.thread.captured or self._hooks, self._accounts.counters
         self.replace_crashed()
         hooks.thread.begin()
+        contexts.watch_pipelines()
         context.forward.offloaded_before = counters.offloaded_bytes
         if hooks is not self._hooks and self._offloaders.is_capturing():  # a capture may not call the driver
             return

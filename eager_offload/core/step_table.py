@@ -162,6 +162,7 @@ class StepLog:
         "known",
         "packed_at",
         "taught",
+        "teaches",
     )
 
     def __init__(self) -> None:
@@ -186,6 +187,8 @@ class StepLog:
         self.is_known = False
         #: Movable bytes that stayed because of that.
         self.kept = 0
+        #: Whether further steps may be like it.
+        self.teaches = True
 
     @property
     def kind(self) -> KnownTable | None:
@@ -587,7 +590,7 @@ class StepTables:
             link: as for ``StepLog.table``.
             windows: those in force.
         """
-        if self.is_frozen:
+        if self.is_frozen or not log.teaches:
             return
         if not log.asks:  # a graph that was dropped, from which nothing follows; or a step of which all is kept
             if (known := log.known) is not None and not known.order and known.facts == log.facts:
@@ -647,6 +650,8 @@ class Step:
         #: Whether whatever is saved now belongs to another step: all that has a handle was asked for. So it is where
         #: one context surrounds many steps. One that is never over ends when it is very long.
         self.is_over = False
+        #: The part of a pipeline schedule that it is of.
+        self.phase: object = None
         #: Storages that stay although they could move, by name, for further saves of them.
         self.kept: dict[Hashable, Kept] = {}
         #: Raises where what the log has last, which is an ask or a save, is not as it was in a step that this one is
@@ -673,7 +678,7 @@ class Step:
         log = self.log
         number = len(log.facts)
         if number == 0:
-            self._use(self._tables.look_up(facts))
+            self._use(self._tables.look_up(facts) if log.teaches else [])
             log.fraction, log.is_known = self._tables.fraction_of(log.known), log.known is not None
         elif (known := log.known) is not None and (number == len(known.facts) or known.facts[number] != facts):
             self._differ([*log.facts, facts], known.difference(number, facts))

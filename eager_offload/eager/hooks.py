@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from eager_offload import marks
+from eager_offload import contexts, marks
 from eager_offload.config import OffloadConfig
 from eager_offload.core.schedule import ResidentQueue
 from eager_offload.core.selection import is_parameter, logical_bytes, reason_to_stay
@@ -85,12 +85,14 @@ class ThreadState:
 
     def step_of(self, saves: SavedTensors) -> Step:
         """The current step, as far as it concerns one device, which has a queue from then on."""
-        step = self.steps.get(saves)
-        if step is not None and step.is_over:
-            self.sequence, step = next(_sequences), None
-            saves.begin_further_step(self.queue(saves))
+        step, phase = self.steps.get(saves), contexts.thread.phase
+        if step is not None and (step.phase is not phase or (step.is_over and phase is None)):
+            self.sequence = next(_sequences)
+            saves.begin_further_step(self.queue(saves), counts=step.log.teaches)
+            step = None
         if step is None:
             step = self.steps[saves] = saves.new_step(self.queue(saves))
+            step.phase, step.log.teaches = phase, phase is None or phase.is_step
         return step
 
 
@@ -194,7 +196,7 @@ class Hooks:
                 reason = KeepReason.NEWEST
             else:
                 step = thread.steps.get(saves)
-                if step is None or step.is_over:
+                if step is None or step.is_over or step.phase is not contexts.thread.phase:
                     step = thread.step_of(saves)
                 sequence = autograd_sequence() if packed_at is None else packed_at
                 saved = saves.save(tensor, thread.queues[saves], sequence, step, mark)

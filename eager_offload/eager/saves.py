@@ -98,10 +98,15 @@ class SavedTensors:
         with offloader.lock, offloader.locked():
             self.keeping.begin(queue)
 
-    def begin_further_step(self, queue: ResidentQueue) -> None:
-        """Begins another step in the same context; ``queue`` is the calling thread's."""
-        with self.offloader.lock:
-            self._accounts.counters.begin()
+    def begin_further_step(self, queue: ResidentQueue, *, counts: bool) -> None:
+        """Begins another step in the same context; ``queue`` is the calling thread's.
+
+        Args:
+            counts: whether the one before counts by itself.
+        """
+        if counts:
+            with self.offloader.lock:
+                self._accounts.counters.begin()
         self.begin_forward(queue)
 
     def learn(self, record: StepRecord) -> None:

@@ -7,7 +7,9 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from eager_offload.errors import ConfigError, OffloadError
@@ -41,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.html:
             needs_plotly()  # before minutes of planning
-        found = _plan(options)
+        with _ranks(options.mesh):
+            found = _plan(options)
         points = found.front(_POINTS) if options.front else []
         ways = found.fixed_ways() if options.front else []
         if options.save:
@@ -80,17 +83,18 @@ def _longest(options: argparse.Namespace) -> int:
         for name in ("device_budget", "host_budget", "policy", "recompute", "front", "save", "html"):
             if getattr(options, name) not in (None, False, POLICIES[0]):
                 raise ConfigError(f"--{name.replace('_', '-')} does not go with --longest: leave one of them out")
-        make = _function(options.function)
-        found = _said(
-            options.function,
-            lambda: longest(
-                make,
-                options.longest,
-                **_common(options),
-                at_most=options.at_most,
-                progress=told,
-            ),
-        )
+        with _ranks(options.mesh):
+            make = _function(options.function)
+            found = _said(
+                options.function,
+                lambda: longest(
+                    make,
+                    options.longest,
+                    **_common(options),
+                    at_most=options.at_most,
+                    progress=told,
+                ),
+            )
     except OffloadError as error:
         print(f"eager_offload plan: {error}", file=sys.stderr)
         return 2
@@ -128,7 +132,11 @@ def _parser() -> argparse.ArgumentParser:
         "--optimizer", default="AdamW", help="a class of torch.optim, in any case, or none; default: %(default)s"
     )
     parser.add_argument("--optimizer-bytes", help="bytes of the states of an optimizer, in place of counting them")
-    parser.add_argument("--mesh", help="sizes of the mesh over which FSDP2 will shard the model, such as 8 or 2,8")
+    parser.add_argument(
+        "--mesh",
+        help="sizes of the mesh over which FSDP2 will shard the model, such as 8 or 2,8, or fsdp=8,tp=2, where the "
+        "function calls parallelize_module",
+    )
     parser.add_argument("--accumulation", type=int, default=1, help="backwards to a step; default: %(default)s")
     parser.add_argument("--policy", default=POLICIES[0], choices=POLICIES, help="default: %(default)s")
     parser.add_argument("--recompute", action="store_true", help="modules may be computed again in backward")
@@ -182,11 +190,36 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _mesh(text: str | None) -> tuple[int, ...] | None:
+def _mesh(text: str | None) -> tuple[int, ...] | dict[str, int] | None:
     try:
+        if text is not None and "=" in text:
+            return {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
         return None if text is None else tuple(map(int, text.split(",")))
     except ValueError:
-        raise ConfigError(f"--mesh {text!r} is not accepted: it takes sizes, such as 8 or 2,8") from None
+        raise ConfigError(
+            f"--mesh {text!r} is not accepted: it takes sizes, such as 8 or 2,8, or fsdp=8,tp=2"
+        ) from None
+
+
+@contextmanager
+def _ranks(text: str | None) -> Iterator[None]:
+    """Begins a group of as many ranks as a mesh with names has, of which this process is the first and no other exists,
+    so that the function can make a mesh of them, and divide the model."""
+    mesh = _mesh(text)
+    if not isinstance(mesh, dict) or "tp" not in mesh:
+        yield
+        return
+    import torch.distributed as dist
+
+    from eager_offload.planning.sharding import mesh_of
+
+    mesh_of(mesh)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch declares it elsewhere
+    dist.init_process_group("fake", rank=0, world_size=prod(mesh.values()), store=store)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _optimizer(text: str) -> Any:

@@ -78,7 +78,18 @@ def _read(kind: Any, value: Any) -> Any:
 _SHOWN = (
     *("model", "machine", "device_budget", "host_budget", "host_bytes", "policy", "fits", "peak_bytes"),
     *("step_seconds", "compute_seconds", "floor_seconds", "kept_bytes", "moved_bytes"),
-    *("fraction", "window_bytes", "recomputed_bytes", "again", "least_budget", "guessed", "is_compiled", "shards"),
+    *(
+        "fraction",
+        "window_bytes",
+        "recomputed_bytes",
+        "again",
+        "least_budget",
+        "guessed",
+        "is_compiled",
+        "shards",
+        "parts",
+        "node",
+    ),
 )
 
 #: Rows of the table; what is left is one more. Times are rough where measurements spread by more than that.
@@ -148,6 +159,10 @@ class PlanFigures:
     """Of the optimizer; ``None``: they are not counted."""
     shards: int = 1
     """Over how many devices FSDP2 shards the model."""
+    parts: int = 1
+    """Among how many devices tensor parallelism divides the model."""
+    node: int = 1
+    """Devices of a node, of those that the mesh has."""
 
     @property
     def is_small(self) -> bool:
@@ -272,6 +287,7 @@ class PlanFigures:
 
     def __str__(self) -> str:
         shards = f", sharded over {self.shards} devices," if self.shards > 1 else ""
+        shards = f", each matrix over {self.parts}{shards or ','}" if self.parts > 1 else shards
         states = "without optimizer states"
         if self.states is not None:
             states = f"with {size_text(self.states.nbytes)} of {self.states.name} states"
@@ -362,6 +378,9 @@ def sentences(plan: PlanFigures) -> list[str]:
         lines.append(
             "of the model as it is written: when it is compiled, each graph is decided by itself, to this budget"
         )
+    if plan.node > 1:
+        device, host = size_text(plan.node * plan.peak_bytes), size_text(plan.node * plan.host_bytes)
+        lines.append(f"each node of {plan.node} devices: a peak of {device} on them, and {host} of its own memory")
     if plan.host_budget is not None:
         lines.append(f"in the tier: {size_text(plan.host_bytes)}, where {size_text(plan.host_budget)} may rest")
     return lines

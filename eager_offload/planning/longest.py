@@ -74,7 +74,7 @@ def longest(
     device: str | Machine = "here",
     optimizer: Optimizing | None = torch.optim.AdamW,
     optimizer_bytes: int | str | None = None,
-    mesh: tuple[int, ...] | None = None,
+    mesh: tuple[int, ...] | Mapping[str, int] | None = None,
     accumulation: int = 1,
     config: OffloadConfig | Mapping[str, Any] | None = None,
     progress: Callable[[str, int], None] | None = None,

@@ -33,15 +33,17 @@ from eager_offload.planning.program import Problem, Program, floor_seconds, kind
 from eager_offload.planning.replay import WINDOWS, Chooser, Chosen
 from eager_offload.planning.sharding import (
     Asked,
+    Mesh,
     agreed,
     are_several,
-    check_mesh,
+    mesh_of,
     model_text,
     on_one_device,
     shape_on,
     sharding_of,
 )
 from eager_offload.planning.states import Optimizing, States, states_of
+from eager_offload.tiers.limits import ranks_here
 from eager_offload.torch_private.inductor import is_compiled
 from eager_offload.torch_private.memory import tree_iter
 
@@ -52,6 +54,8 @@ _MUCH = 0.1
 #: So many mixtures are replayed in all windows, of those that come roughly as near to the best; of a sum of seconds, an
 #: error.
 _FINALISTS, _NEAR, _ROUNDING = 3, 1.01, 1e-9
+#: Devices of a node, where nothing says how many there are.
+_NODE = 8
 #: Of a budget of the tier, one part in so many is left for what its slabs round.
 _ROUNDED = 8
 
@@ -66,7 +70,7 @@ def plan(
     host_budget: int | str | None = None,
     optimizer: Optimizing | None = torch.optim.AdamW,
     optimizer_bytes: int | str | None = None,
-    mesh: tuple[int, ...] | None = None,
+    mesh: tuple[int, ...] | Mapping[str, int] | None = None,
     accumulation: int = 1,
     policy: str = "least",
     recompute: bool = False,
@@ -156,7 +160,7 @@ def asked_for(
     host_budget: int | str | None,
     optimizer: Optimizing | None,
     optimizer_bytes: int | str | None,
-    mesh: tuple[int, ...] | None,
+    mesh: tuple[int, ...] | Mapping[str, int] | None,
     accumulation: int,
     config: OffloadConfig | Mapping[str, Any] | None,
 ) -> Asked:
@@ -166,8 +170,8 @@ def asked_for(
         raise ConfigError(
             f"accumulation={accumulation!r} is not accepted: accumulation takes a whole number, 1 or more"
         )
-    check_mesh(mesh)
-    sharding = sharding_of(model, mesh)
+    sizes = mesh_of(mesh)
+    sharding = sharding_of(model, sizes, mesh)
     given = OffloadConfig.from_given(config, {})
     if given.keep_last_bytes != "auto":
         raise ConfigError(
@@ -188,10 +192,10 @@ def asked_for(
     if optimizer_bytes is not None:
         states = States("optimizer", parse_size(optimizer_bytes, "optimizer_bytes"))
     elif optimizer is not None:
-        meshes: dict[Tensor, tuple[int, ...] | None] = {}
+        meshes: dict[Tensor, Mesh | None] = {}
         if isinstance(loss, nn.Module):
             meshes.update((one, None) for one in loss.parameters())
-        meshes.update((one, mesh) for one in model.parameters())
+        meshes.update((one, sizes) for one in model.parameters())
         states = states_of(optimizer, [*meshes], lambda one: shape_on(one, meshes.get(one)))
     machine: Machine | None = device if isinstance(device, Machine) else TABLE.get(str(device))
     if device == _HERE:
@@ -260,11 +264,17 @@ def _make(
         may_again,
         search.is_compiled,
         asked.states,
-        1 if asked.sharding is None else asked.sharding.shards,
+        *((1, 1, 1) if (of := asked.sharding) is None else (of.shards, of.parts, min(of.devices, _node()))),
     )
     if recompute:
         made.search_with(search.points_within)
     return made
+
+
+def _node() -> int:
+    """Returns how many devices a node has: as many as a launcher has started ranks here, or as are usual."""
+    ranks = ranks_here()
+    return _NODE if ranks.is_guess or ranks.number == 1 else ranks.number
 
 
 def search_of(asked: Asked, model: nn.Module, inputs: object, loss: Callable[[Any], Tensor] | None) -> Search:

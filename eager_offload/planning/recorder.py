@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from eager_offload import marks
 from eager_offload.compile.decide import OperatorCall, flops_of, is_single, traffic_of
-from eager_offload.core.selection import logical_bytes, reason_to_stay
+from eager_offload.core.selection import is_parameter, logical_bytes, plain_tensors, reason_to_stay
 from eager_offload.errors import PlanError
 from eager_offload.planning.blocks import Block, Blocks, Calls, Place, SavedBlock, Use, written_by
 from eager_offload.planning.levels import Dispatch, Recording, has_steady_results, kind_of_call
@@ -32,8 +32,16 @@ from eager_offload.torch_private.calls import (
     without_dispatch_modes,
     without_torch_function,
 )
+from eager_offload.torch_private.fsdp import distributed, is_distributed, spec_of
 from eager_offload.torch_private.inductor import FakeTensorMode
-from eager_offload.torch_private.memory import is_fake, storage_key, storage_of, tensors_in, weak_storage
+from eager_offload.torch_private.memory import (
+    detached,
+    is_fake,
+    storage_key,
+    storage_of,
+    tensors_in,
+    weak_storage,
+)
 
 #: Bytes of a tensor whose numbers are known; a larger one is fake.
 MOST_KNOWN = 64 << 20
@@ -114,10 +122,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             yield
         known = set[Block]()
         for name, parameter in model.named_parameters():
-            block = self.blocks.of(parameter)
+            block = self.blocks.of(_local(parameter))
             if block is None or block in known:  # it has no bytes, or shares those of another one
                 continue
-            made = None if parameter.grad is None else self.blocks.of(parameter.grad)
+            made = None if parameter.grad is None else self.blocks.of(_local(parameter.grad))
             known.add(block)
             gradient = (0, 0) if made is None or made in known else (made.nbytes, made.made)
             self._weights.append(Weight(name, block.nbytes, *gradient))
@@ -146,7 +154,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     def begin_backward(self, loss: Tensor) -> None:
         with self.unseen():
-            self._meet(_leaves_of(loss))
+            self._meet(map(_local, _leaves_of(loss)))
         self._is_backward, self._forward_ops = True, len(self._ops)
 
     def _module(self) -> int:
@@ -185,6 +193,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if any(map(is_distributed, tensors_in((args, kwargs)))):
+            return NotImplemented  # it calls operators of the tensors inside, which come here in its place
         named = dict(kwargs or {})
         if self._depth:
             return func(*args, **named)
@@ -235,6 +245,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             assert block is not None, "it has bytes"
             block.is_guess = True
             return (*func(*args, **named)[:-1], workspace)
+        if schema_of(func).name == "_c10d_functional::wait_tensor":
+            return args[0]  # torch's rule for tensors without bytes makes another one
         tensors = tensors_in((args, named))
         known = all(self._has_numbers(one) for one in tensors)
         try:
@@ -278,12 +290,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         with self.unseen():
             return self._pack(tensor)
 
-    def _pack(self, tensor: Tensor) -> _Handle:
+    def _pack(self, saved_tensor: Tensor) -> _Handle:
+        tensor = _local(saved_tensor)  # which is what moves of a `DTensor`
         op = len(self._ops)
         self.blocks.note_deaths(op)
         storage = storage_of(tensor)
         mark = None if storage is None else marks.mark_of(storage)
         reason = reason_to_stay(tensor, self.min_bytes, preferred=mark is marks.Mark.PREFER)
+        if tensor is not saved_tensor and is_parameter(saved_tensor):
+            reason = KeepReason.PARAMETER
         in_region = marks.inside.has_to_stay(self._is_limited)
         if reason is None and (mark is marks.Mark.KEEP or in_region):
             reason = KeepReason.MARKED if mark is marks.Mark.KEEP else KeepReason.REGION
@@ -311,12 +326,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if block is None or not (goes_along or reason is None):
             self._saves.append((save, block, None))
             with _as_it_is(tensor):
-                kept = tensor if tensor.is_leaf else tensor.detach()
+                kept = saved_tensor if saved_tensor.is_leaf else saved_tensor.detach()
             return _Handle(number, lambda: kept)
         saved = self.blocks.save(block, tensor, op)
         self._saves.append((save, block, saved.use))
         place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        return _Handle(number, partial(self._like, saved, tensor.dtype, place))
+        get = partial(self._like, saved, tensor.dtype, place)
+        if tensor is saved_tensor:
+            return _Handle(number, get)
+        spec = spec_of(saved_tensor)
+        return _Handle(number, lambda: self._wrapped(get, spec))
+
+    def _wrapped(self, get: Callable[[], Tensor], spec: Any) -> Tensor:
+        with self.unseen():
+            return detached(distributed(get(), spec))
 
     def unpack(self, handle: _Handle) -> Tensor:
         op = len(self._ops)
@@ -355,6 +378,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         )
         calls = {self._modules[call.module]: call for call in self._calls.of(noted[0])}
         return Recording(program, self.min_bytes, values, saved, calls, dispatches)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Returns the part that this rank has of a ``DTensor``; any other tensor as it is."""
+    return next(plain_tensors(tensor)) if is_distributed(tensor) else tensor
 
 
 def _leaves_of(loss: Tensor) -> Iterator[Tensor]:

@@ -1,4 +1,5 @@
-"""A step of which FSDP2 gives this device a shard: what lives of parameters and gradients, and when.
+"""A step of which FSDP2 gives this device a shard, and tensor parallelism a part: what lives of parameters and
+gradients, and when.
 
 Several ranks have one plan: rank 0 decides, within the limits of all.
 
@@ -14,6 +15,9 @@ to the end is then taken out of ``other_bytes``, and what FSDP2 holds is put in 
    backward from the beginning of the unit before on, since one is prefetched;
 4. whole gradients from where they are made until the unit's backward is over, and from there on the copy that is
    reduced, until the next unit's backward is over.
+
+With tensor parallelism the step that is traced is that of one device already, with its part of each matrix: that is
+then the whole parameter of which FSDP2 makes shards.
 
 The ranks' collectives take no time in the plan. Shards are padded to the rows of the first rank, as FSDP2 pads them.
 """
@@ -36,7 +40,7 @@ from eager_offload.errors import ConfigError, OffloadError, PlanError
 from eager_offload.planning.machine import Machine
 from eager_offload.planning.program import Program, living, modules_around
 from eager_offload.planning.states import States
-from eager_offload.torch_private.fsdp import is_distributed, sharded_groups
+from eager_offload.torch_private.fsdp import ShardedGroup, is_distributed, sharded_groups
 from eager_offload.version import digest
 
 #: Bytes, from which operator and until which.
@@ -62,59 +66,93 @@ class Piece(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """How FSDP2 shards a model."""
+    """How FSDP2 and tensor parallelism divide a model."""
 
     shards: int
     units: tuple[Unit, ...]
     pieces: Mapping[str, Piece]
     """By the names of the parameters that are sharded."""
+    parts: int
+    """Among how many devices tensor parallelism divides matrices."""
+    devices: int
+    """Of all replicas."""
 
 
-def check_mesh(mesh: object) -> None:
-    sizes = mesh if isinstance(mesh, tuple | list) else ()
-    if mesh is not None and not (0 < len(sizes) <= 2 and all(type(one) is int and one > 0 for one in sizes)):
+class Mesh(NamedTuple):
+    """The sizes of a device mesh."""
+
+    fsdp: int | None = None
+    """``None``: FSDP2 does not shard the model."""
+    tp: int | None = None
+    """``None``: as the model is divided."""
+    replicate: int = 1
+
+
+def mesh_of(given: object) -> Mesh | None:
+    """Returns the mesh that a user gives as sizes, or as sizes by name."""
+    if given is None:
+        return None
+    named: dict[Any, Any] = {}
+    if isinstance(given, tuple | list) and len(given) <= 2:
+        named = dict(zip(("fsdp", "replicate"), reversed(given), strict=False))
+    elif isinstance(given, Mapping) and set(given) <= set(Mesh._fields):
+        named = dict(given)
+    if not named or not all(type(one) is int and one > 0 for one in named.values()):
         raise ConfigError(
-            f"mesh={mesh!r} is not accepted: mesh takes the sizes of a device mesh, such as (8,) to shard over 8 "
-            "devices, or (2, 8) to shard over 8 and replicate that twice"
+            f"mesh={given!r} is not accepted: mesh takes the sizes of a device mesh, such as (8,) to shard over 8 "
+            'devices, (2, 8) to shard over 8 and replicate that twice, or {"fsdp": 8, "tp": 2} with tensor parallelism '
+            f"(names: {', '.join(Mesh._fields)})"
         )
+    return Mesh(**named)
 
 
-def shape_on(tensor: Tensor, mesh: Sequence[int] | None) -> torch.Size:
-    """Returns the shape that a parameter has on one device: of a ``DTensor`` the local one, else a shard of rows."""
-    if is_distributed(tensor):
-        local: Tensor = cast(Any, tensor.detach()).to_local()
-        return local.shape
-    if not mesh or not tensor.dim():
-        return tensor.shape
-    return torch.Size((-(-tensor.shape[0] // mesh[-1]), *tensor.shape[1:]))
+def shape_on(tensor: Tensor, mesh: Mesh | None) -> torch.Size:
+    """Returns the shape that a parameter has on one device: its part, or the shard of rows that ``mesh`` leaves of
+    it."""
+    shape = cast(Any, tensor.detach()).to_local().shape if is_distributed(tensor) else tensor.shape
+    if mesh is None or mesh.fsdp is None or not shape:
+        return cast(torch.Size, shape)
+    return torch.Size((-(-shape[0] // mesh.fsdp), *shape[1:]))
 
 
-def sharding_of(model: nn.Module, mesh: Sequence[int] | None) -> Sharding | None:
-    """Returns how ``model`` is sharded, or will be over ``mesh``; ``None``: not at all.
+def sharding_of(model: nn.Module, mesh: Mesh | None, given: object) -> Sharding | None:
+    """Returns how ``model`` is divided, or will be over ``mesh``, of which a user has ``given`` sizes; ``None``: not at
+    all.
 
     Raises:
-        ConfigError: it is sharded already, and ``mesh`` is given.
-        PlanError: it is sharded in another way than by ``fully_shard`` over one mesh.
+        ConfigError: it is divided already in another way than ``mesh`` says.
+        PlanError: its shards are gathered now.
     """
-    parameters = dict(model.named_parameters())
+    parameters, groups = dict(model.named_parameters()), sharded_groups(model)
     own = {id(one) for one in parameters.values()}
-    if any(id(one) not in own for group in sharded_groups(model) for one in group.parameters):
+    if any(id(one) not in own for group in groups for one in group.parameters):
         raise PlanError(
             "the model is sharded, and has parameters gathered now, as after a forward under torch.no_grad(): call "
             "reshard() of the modules that fully_shard was called with, or plan before"
         )
-    is_sharded = any(map(is_distributed, parameters.values()))
-    if mesh is None:
-        return _of_groups(model, parameters) if is_sharded else None
-    if is_sharded:
-        raise ConfigError(f"mesh={mesh!r} is not accepted, since the model is sharded already: leave mesh out")
+    specs = {id(one): spec for group in groups for one, spec in zip(group.parameters, group.specs, strict=True)}
+    divided = (specs.get(id(one), one) for one in parameters.values() if is_distributed(one))
+    parts = max((one.device_mesh.size() for one in divided if one is not None), default=1)
+    if mesh is not None and groups:
+        raise ConfigError(f"mesh={given!r} is not accepted, since the model is sharded already: leave mesh out")
+    if mesh is not None and mesh.tp not in (None, parts):
+        raise ConfigError(
+            f"mesh={given!r} is not accepted, since tensor parallelism divides the model among {parts}: call "
+            f"parallelize_module with it before, over a mesh of {mesh.tp}, as before training. A process that has no "
+            "other ranks begins a group without them: torch.distributed.init_process_group('fake', rank=0, "
+            "world_size=..., store=torch.distributed.HashStore())"
+        )
+    if groups:
+        return _of_groups(groups, model, parameters, parts)
+    if mesh is None or mesh.fsdp is None:
+        return None if parts == 1 else Sharding(1, (), {}, parts, parts * (1 if mesh is None else mesh.replicate))
     units = [Unit(("",), frees=False), *(Unit((name,), frees=True) for name in _repeated_blocks(model))]
     numbers = {name: number for number, unit in enumerate(units) for name in unit.modules}
     pieces = {}
     for name, one in parameters.items():
         unit = next(number for module in modules_around(name) if (number := numbers.get(module)) is not None)
-        pieces[name] = Piece(unit, shape_on(one, mesh).numel() * one.itemsize, one.numel() * one.itemsize)
-    return Sharding(mesh[-1], tuple(units), pieces)
+        pieces[name] = Piece(unit, *(shape_on(one, to).numel() * one.itemsize for to in (mesh, None)))
+    return Sharding(mesh.fsdp, tuple(units), pieces, parts, mesh.fsdp * parts * mesh.replicate)
 
 
 def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
@@ -130,30 +168,29 @@ def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _of_groups(model: nn.Module, parameters: Mapping[str, Tensor]) -> Sharding:
-    names, groups = {one: name for name, one in model.named_modules()}, sharded_groups(model)
+def _of_groups(
+    groups: Sequence[ShardedGroup], model: nn.Module, parameters: Mapping[str, Tensor], parts: int
+) -> Sharding:
+    names = {one: name for name, one in model.named_modules()}
     units = [Unit(tuple(names[one] for one in group.modules), group.frees) for group in groups]
-    numbers = {id(one): number for number, group in enumerate(groups) for one in group.parameters}
-    pieces, shards = {}, 1
+    gathered = {
+        id(one): (number, size)
+        for number, group in enumerate(groups)
+        for one, size in zip(group.parameters, group.sizes, strict=True)
+    }
+    pieces, shards, devices = {}, 1, parts
     for name, one in parameters.items():
-        if not is_distributed(one):  # it was left out, and is whole on each device
+        if id(one) not in gathered:  # it was left out, and each device has all of it, or its part
             continue
-        unit, placements = numbers.get(id(one)), cast(Any, one).placements
-        sizes = cast(Any, one).device_mesh.shape
-        sharded = [size for place, size in zip(placements, sizes, strict=True) if not place.is_replicate()]
-        if unit is None or len(sharded) > 1:
-            raise PlanError(
-                f"parameter {name!r} is a DTensor with the placements {placements}, and not one that "
-                "fully_shard alone has made. Plan the step of one device: a model with the local shapes of its layers "
-                "(heads and inner width divided by the size of tensor parallelism), and mesh=... for FSDP2"
-            )
-        shards = max(shards, *sharded)
-        policy = groups[unit].policy
+        unit, size = gathered[id(one)]
+        mesh, policy = cast(Any, one).device_mesh, groups[unit].policy
+        devices = max(devices, mesh.size())
+        shards = max(shards, groups[unit].shards)
         dtype = policy.reduce_dtype or policy.param_dtype or one.dtype
-        pieces[name] = Piece(unit, shape_on(one, None).numel() * one.itemsize, one.numel() * dtype.itemsize)
+        pieces[name] = Piece(unit, shape_on(one, None).numel() * one.itemsize, size.numel() * dtype.itemsize)
     # Backward begins with the root, so torch does not free its parameters after forward.
     units = [unit._replace(frees=unit.frees and "" not in unit.modules) for unit in units]
-    return Sharding(shards, tuple(units), pieces)
+    return Sharding(shards, tuple(units), pieces, parts, devices)
 
 
 # -- the step on one device -------------------------------------------------------------------------------------------

@@ -17,6 +17,11 @@ depends on anything else is fake; a question for its value is an error that name
 The copy of a model that ``fully_shard`` has sharded has its layers as they were before: whole parameters in the type in
 which they are gathered, and none of the hooks that gather them. Its inputs and outputs are cast as those hooks cast.
 
+[Note: tensor parallelism]
+A ``DTensor`` has its part of this rank as its stand-in, with the same mesh and placements. The recorder leaves
+operators on it to torch, which calls those of the parts and the collectives in between. torch also runs each operator
+on tensors of the whole shapes to find out the shape of its result: those are of no device, and are not written down.
+
 [Note: modules that forward converts]
 ``module.to(...)`` sets the ``data`` of a real parameter. That of a fake one torch exchanges with another tensor, which
 it refuses where anything else has the parameter: a graph of this step, or a weak reference. A thread that traces sets
@@ -40,7 +45,7 @@ import threading
 import traceback
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, cast
@@ -51,13 +56,22 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from eager_offload.contexts import Patches
+from eager_offload.core.selection import plain_tensors
 from eager_offload.errors import PlanError
 from eager_offload.planning import OF_TORCHSCRIPT
 from eager_offload.planning.numbers import CACHE, apart, is_library
 from eager_offload.planning.recorder import MOST_KNOWN, MOST_READ, Recorder
 from eager_offload.torch_private import Patch
 from eager_offload.torch_private.calls import without_dispatch_modes
-from eager_offload.torch_private.fsdp import is_fully_sharded, sharded_groups, without_sharding
+from eager_offload.torch_private.fsdp import (
+    distributed,
+    is_distributed,
+    is_fully_sharded,
+    rules_of_shapes,
+    sharded_groups,
+    spec_of,
+    without_sharding,
+)
 from eager_offload.torch_private.memory import (
     flatten_with_names,
     is_fake,
@@ -71,9 +85,18 @@ from eager_offload.torch_private.memory import (
 _local = threading.local()
 
 
+def _uncounted(replaced: Callable[..., Any]) -> Callable[..., Any]:
+    def propagate(*given: Any) -> Any:
+        recorder = getattr(_local, "recorder", None)
+        with nullcontext() if recorder is None else recorder.unseen():
+            return replaced(*given)
+
+    return propagate
+
+
 def _in_place(replaced: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
     def swap_tensors(t1: Any, t2: Any) -> None:
-        if not (getattr(_local, "is_tracing", False) and is_fake(type(t1)) and is_fake(type(t2))):
+        if not (getattr(_local, "recorder", None) and is_fake(type(t1)) and is_fake(type(t2))):
             return replaced(t1, t2)
         t1.data = t2
         t1.fake_device = t2.fake_device
@@ -82,18 +105,20 @@ def _in_place(replaced: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, T
 
 
 _conversions = Patches(lambda: [Patch(torch.utils, "swap_tensors", _in_place)])
+_shapes = Patches(lambda: [Patch(*rule, _uncounted) for rule in rules_of_shapes()])
 
 
 @contextmanager
-def modules_convertible() -> Iterator[None]:
-    """The calling thread may convert modules whose parameters are fake: see [Note: modules that forward converts]."""
-    before = getattr(_local, "is_tracing", False)
-    with _conversions.used():
-        _local.is_tracing = True
+def tracing(recorder: Recorder) -> Iterator[None]:
+    """The calling thread may convert modules whose parameters are fake, and ask for shapes of ``DTensor``s: see
+    [Note: modules that forward converts] and [Note: tensor parallelism]."""
+    before = getattr(_local, "recorder", None)
+    with _conversions.used(), _shapes.used() if rules_of_shapes() else nullcontext():
+        _local.recorder = recorder
         try:
             yield
         finally:
-            _local.is_tracing = before
+            _local.recorder = before
 
 
 class StandIns(TorchFunctionMode):
@@ -109,8 +134,9 @@ class StandIns(TorchFunctionMode):
         self._are_there = self._is_copying = False
         self._wholes: dict[int, Tensor] = {}
         self._found: dict[int, Tensor] = {}
-        #: In which type shards are gathered, by the identity of the parameter.
-        self._gathered: dict[int, torch.dtype] = {}
+        #: In which shape and type shards are gathered, and how tensor parallelism divides that, by the identity of the
+        #: parameter.
+        self._gathered: dict[int, tuple[torch.Size, torch.dtype, Any]] = {}
         self._owners: list[object] = []  # no key is used twice
 
     def copy_of(
@@ -122,7 +148,8 @@ class StandIns(TorchFunctionMode):
         groups = sharded_groups(model)
         for group in groups:
             dtype = group.policy.param_dtype
-            self._gathered.update((id(one), dtype or one.dtype) for one in group.parameters)
+            for one, size, spec in zip(group.parameters, group.sizes, group.specs, strict=True):
+                self._gathered[id(one)] = size, dtype or one.dtype, spec
         self._are_there = among_inputs = are_on(self._device, tree_iter(inputs))
         for one in tree_iter(inputs):
             if isinstance(one, Tensor):
@@ -183,26 +210,32 @@ class StandIns(TorchFunctionMode):
             return known
         gathered = self._gathered.get(id(tensor))
         is_plain = type(tensor) in (Tensor, nn.Parameter) or is_plain_fake(tensor)
-        if gathered is None and (is_wrapper(tensor) or not is_plain):
+        spec = spec_of(tensor) if gathered is None and is_distributed(tensor) else gathered and gathered[-1]
+        if gathered is None and spec is None and (is_wrapper(tensor) or not is_plain):
             raise PlanError(f"a {type(tensor).__name__} is none of the tensors that a plan can be made for")
         if tensor.layout is not torch.strided:
             raise PlanError(f"a tensor of the layout {tensor.layout} is none that a plan can be made for")
         is_told = tensor.device.type == self._device.type or (self._are_there and tensor.device.type == "cpu")
         place = tensor.device if is_told else self._device
         if gathered is not None:
-            made = torch.empty(tensor.shape, dtype=gathered, device=place)
+            made = torch.empty(gathered[0], dtype=gathered[1], device=place)
+        elif spec is not None:
+            made = self._of(next(plain_tensors(tensor)))
         elif _has_numbers(tensor) or (is_outside and tensor.nbytes <= MOST_READ and not tensor.requires_grad):
             with without_dispatch_modes(), torch.no_grad():
                 made = tensor.detach().to(place, copy=True)
         else:
             made = self._fake(tensor, place)
+        local = made
+        if spec is not None:
+            made = distributed(local, spec)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, tensor.requires_grad)
         elif tensor.requires_grad:
             made.requires_grad_()
         self._found[id(tensor)] = made
         self._owners.append(tensor)
-        self._recorder.has(made)
+        self._recorder.has(local)
         return made
 
     def _fake(self, tensor: Tensor, device: torch.device) -> Tensor:

@@ -39,7 +39,7 @@ from eager_offload.planning.blocks import Blocks
 from eager_offload.planning.levels import Kept, Recording
 from eager_offload.planning.numbers import CACHE, by_itself, caches_apart, numbers_of_its_own
 from eager_offload.planning.recorder import Recorder, is_of_fakes
-from eager_offload.planning.stand_ins import StandIns, are_on, modules_convertible, values_in
+from eager_offload.planning.stand_ins import StandIns, are_on, tracing, values_in
 from eager_offload.planning.target import CPU, TargetKernels, autocast_of, device_of
 from eager_offload.torch_private.calls import without_torch_function
 from eager_offload.torch_private.inductor import FakeTensorMode
@@ -104,7 +104,7 @@ def record(
             if patterns:
                 matched.add(traced, patterns)
             try:
-                with modules_convertible(), stand_ins, TargetKernels() if is_guess else nullcontext():
+                with tracing(recorder), stand_ins, TargetKernels() if is_guess else nullcontext():
                     _run_step(recorder, traced, given, made_loss, again)
             except PlanError:
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from eager_offload.torch_private import if_imported
@@ -17,6 +18,12 @@ class ShardedGroup(NamedTuple):
     """Those that were sharded in one call."""
     parameters: tuple[Tensor, ...]
     """The shards."""
+    sizes: tuple[torch.Size, ...]
+    """Those of the gathered parameters on one device."""
+    specs: tuple[Any, ...]
+    """How tensor parallelism divides each gathered parameter: see ``spec_of``; ``None``: not at all."""
+    shards: int
+    """Devices that have a part of each."""
     frees: bool
     """Whether the gathered parameters are freed between forward and backward."""
     policy: Any
@@ -27,6 +34,28 @@ def is_distributed(tensor: Tensor) -> bool:
     """Returns whether ``tensor`` is a ``DTensor``."""
     kind = if_imported("torch.distributed.tensor", "DTensor")
     return kind is not None and isinstance(tensor, kind)
+
+
+def spec_of(tensor: Tensor) -> Any:
+    """Returns the mesh, the placements, and the shape, stride and type of a ``DTensor``, without the tensor."""
+    return cast(Any, tensor)._spec
+
+
+def distributed(local: Tensor, spec: Any) -> Tensor:
+    """Returns a ``DTensor`` with that ``spec`` of which this rank has ``local``."""
+    kind: Any = if_imported("torch.distributed.tensor", "DTensor")
+    made: Tensor = kind.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+    )
+    return made
+
+
+def rules_of_shapes() -> list[tuple[type, str]]:
+    """Returns the class and the name of the method by which a ``DTensor`` finds out the shape of an operator's result:
+    it runs the operator on tensors of the whole shapes, without bytes."""
+    kind = if_imported("torch.distributed.tensor._sharding_prop", "ShardingPropagator")
+    name = "_propagate_tensor_meta_non_cached"
+    return [(kind, name)] if hasattr(kind, name) else []
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -47,6 +76,12 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
         ShardedGroup(
             tuple(group.modules),
             tuple(one.sharded_param for one in group.fsdp_params),
+            tuple(one._orig_size for one in group.fsdp_params),
+            tuple(
+                getattr(one, "_unsharded_dtensor_spec", None) or getattr(one, "_tp_spec", None)  # in torch 2.11
+                for one in group.fsdp_params
+            ),
+            group.mesh_info.shard_mesh_size,
             group.post_forward_mesh_info is not None,
             group.mp_policy,
         )
@@ -69,6 +104,19 @@ def without_sharding(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
             )
     kind: type[nn.Module] = type(module).__mro__[2]
     return kind.__new__(kind), kept
+
+
+def pipeline_methods() -> list[tuple[type, str, bool]]:
+    """Returns the methods of pipeline schedules that run a step, and those that first find out the shapes of its
+    stages, by running each: the class, the name, and whether it is a step."""
+    found = []
+    for kind, prepare in (
+        ("PipelineScheduleSingle", "_initialize_stage"),
+        ("PipelineScheduleMulti", "_initialize_stages"),
+    ):
+        schedule = if_imported("torch.distributed.pipelining.schedules", kind)
+        found += [(schedule, name, name == "step") for name in ("step", prepare) if hasattr(schedule, name)]
+    return found
 
 
 def wrapped_modules(model: nn.Module, kind: str) -> list[str]:

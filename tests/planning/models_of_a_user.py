@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.planning.programs import Stack
 
@@ -31,6 +33,16 @@ def two_blocks() -> tuple[nn.Module, Tensor]:
     with torch.device("meta"):
         model = Stack(2, 4096, 32, 8, 14_336).to(torch.bfloat16)
         return model, torch.empty(4096, 4096, dtype=torch.bfloat16)
+
+
+def two_blocks_divided() -> tuple[nn.Module, Tensor]:
+    """The same, whose SwiGLU is divided among two of sixteen ranks."""
+    model, x = two_blocks()
+    mesh = init_device_mesh("cpu", (8, 2), mesh_dim_names=("fsdp", "tp"))["tp"]
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.blocks:  # type: ignore[union-attr]  # it has some
+        parallelize_module(block, mesh, plan)
+    return model, x
 
 
 def nothing() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import eager_offload as eo
 from eager_offload.__main__ import main
@@ -67,6 +68,19 @@ def test_optimizers_and_meshes_have_names_and_sizes(capsys: pytest.CaptureFixtur
     ):
         assert main(["plan", f"{MODELS}:two_blocks", "--device", "a100", *options]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_tensor_parallelism_is_planned_without_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--device", "h200", "--mesh", "fsdp=8,tp=2", "--policy", "max")
+    assert main(["plan", f"{MODELS}:two_blocks_divided", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shards = f"{2 * 2 * 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336 // 2 + 2 * 4096) / 8 / 2**20:,.1f} MiB"
+    assert lines[1].startswith(f"Stack, each matrix over 2, sharded over 8 devices, with {shards} of AdamW states on")
+    (node,) = [line for line in lines if line.startswith("each node of 8 devices: a peak of ")]
+    assert re.search(r"GiB on them, and [\d.]+ GiB of its own memory$", node)
+    assert not torch.distributed.is_initialized()
+    assert main(["plan", f"{MODELS}:two_blocks", "--device", "h200", "--mesh", "fsdp=8,tp=2"]) == 2
+    assert "call parallelize_module with it before, over a mesh of 2" in capsys.readouterr().err
 
 
 def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
 from tests.planning.programs import Made, Stack, planned
+from tests.ranks.tensor_parallel import Decoder, Losses, in_parallel, tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -240,13 +241,47 @@ def test_what_is_sharded_otherwise_or_twice_is_an_error_that_says_what_to_give()
     model, x = sharded()
     with pytest.raises(eo.ConfigError, match=r"mesh=\(8,\) is not accepted, since the model is sharded already"):
         planned(lambda: (model, x), mesh=(8,))
-    split = parallelize_module(layers()[0], init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
-    with pytest.raises(eo.PlanError, match=r"parameter '0\.weight' is a DTensor .* a model with the local shapes"):
-        planned(lambda: (split, x))
+    with pytest.raises(eo.ConfigError, match=r"parallelism divides the model among 1: call parallelize_module with it"):
+        planned(layers, mesh={"fsdp": 8, "tp": 2})
 
 
-@pytest.mark.parametrize("mesh", [8, "8", (), (0,), (-8,), (8.0,), (True,), (2, 2, 2), None])
-def test_a_mesh_is_one_or_two_sizes(mesh: Any) -> None:
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("sequence", [True, False])
+def test_the_peak_is_that_of_a_real_step_with_tensor_parallelism(shards: int, sequence: bool) -> None:
+    """A model that FSDP2 will shard, and one that it has sharded."""
+    inputs = tuple(one.clone() for one in tokens_of(0, batch=16))
+    mesh_of = {"fsdp": shards, "tp": 2}
+    fields: dict[str, Any] = {"config": None, "optimizer": torch.optim.AdamW}
+    with group("fake", FakeStore(), 2 * shards):
+        mesh = init_device_mesh("cpu", (shards, 2), mesh_dim_names=("fsdp", "tp"))
+
+        def divided() -> tuple[Any, Any]:
+            return Losses(in_parallel(Decoder(3), mesh["tp"], sequence=sequence)), inputs
+
+        whole, model = planned(lambda: (Losses(Decoder(3)), inputs), **fields), divided()[0]
+        plan = planned(divided, mesh=mesh_of if shards > 1 else None, **fields)
+        tracker: Any = MemTracker()
+        if shards > 1:
+            for module in [*model.model.layers, model]:
+                fully_shard(module, mesh=mesh["fsdp"])
+            assert figures(planned(lambda: (model, inputs), **fields)) == figures(plan)
+            tracker = FSDPMemTracker(model)
+            tracker.track_inputs(inputs)
+        else:
+            tracker.track_external(model, *inputs)
+        with tracker:
+            model(*inputs).backward()
+    (found,) = tracker.get_tracker_snapshot("peak").values()
+    assert plan.states is not None
+    assert whole.states is not None
+    assert plan.states.nbytes * shards < 0.6 * whole.states.nbytes, "norms have no parts"
+    assert (plan.shards, plan.parts, plan.node) == (shards, 2, 2 * shards)
+    assert plan.peak_bytes - plan.states.nbytes == found["Total"]
+    assert f"each node of {2 * shards} devices: a peak of " in str(plan)
+
+
+@pytest.mark.parametrize("mesh", [8, "8", (), (0,), (-8,), (8.0,), (True,), (2, 2, 2), {}, {"ep": 2}, {"tp": 0}, None])
+def test_a_mesh_is_one_or_two_sizes_or_sizes_by_name(mesh: Any) -> None:
     if mesh is None:
         assert planned(layers, mesh=mesh).shards == 1
         return

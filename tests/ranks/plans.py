@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import eager_offload as eo
 from tests.hazards.programs import assert_identical
-from tests.planning.programs import Stack, slow
+from tests.planning.programs import CONFIG, Stack, slow
 from tests.programs import leaf
 from tests.ranks.launch import Ranks
-from tests.ranks.training import steps
+from tests.ranks.tensor_parallel import Decoder, Losses, in_parallel, tokens_of
+from tests.ranks.training import STEPS, steps
 
 ROWS, WIDTH = 256, 32
 #: On it moving is dear, and computing is not.
@@ -127,10 +132,61 @@ def levels_that_alternate(ranks: Ranks) -> None:
     assert alternating > 1
 
 
+def tensor_parallelism_is_planned_as_it_runs(ranks: Ranks) -> None:
+    """The bytes that move are those that are counted, and ranks that wait for each other have no lower peak, as torch's
+    own tracker of memory has it; without ranks that wait, ``planning/test_sharding.py`` has the same peak."""
+    mesh = init_device_mesh("cpu", (ranks.size // 2, 2), mesh_dim_names=("fsdp", "tp"))
+    inputs = tuple(one.clone() for one in tokens_of(mesh["fsdp"].get_local_rank(), batch=16))
+
+    def divided(*, shards: bool) -> nn.Module:
+        model = in_parallel(Decoder(3), mesh["tp"], sequence=True)
+        made = Losses(model)
+        for module in [*model.layers, made] if shards else []:
+            fully_shard(module, mesh=mesh["fsdp"])
+        return made
+
+    config = {**CONFIG, "min_bytes": "3KiB"}  # without the tokens, which the program holds
+    fields: dict[str, Any] = {"device": slow(), "config": config}
+    for shards in [False, True][: ranks.size // 2]:  # of one rank FSDP2 gathers nothing
+        sizes = {"fsdp": ranks.size // 2, "tp": 2} if shards else {"tp": 2}
+        plan = eo.plan(divided(shards=shards), inputs, policy="max", **fields)
+        of_mesh = eo.plan(divided(shards=False), inputs, policy="max", mesh=sizes, **fields)
+        assert (plan.living, plan.states, plan.shards, plan.parts) == (
+            *(of_mesh.living, of_mesh.states, sizes.get("fsdp", 1), 2),
+        )
+        assert (plan.node, of_mesh.node) == (ranks.size if shards else 2,) * 2
+        assert ranks.gathered(str(plan)) == [str(plan)] * ranks.size
+
+        made = divided(shards=shards)
+        tracker: Any = FSDPMemTracker(made) if shards else MemTracker()
+        (tracker.track_inputs if shards else tracker.track_external)(*([inputs] if shards else [made, *inputs]))
+        with tracker:
+            made(*inputs).backward()
+        (found,) = tracker.get_tracker_snapshot("peak").values()
+        unmoved = eo.plan(divided(shards=shards), inputs, device_budget="1GiB", optimizer=None, **fields)
+        assert unmoved.peak_bytes <= found["Total"]
+
+        def run(offload: eo.Offload, made: nn.Module) -> list[object]:
+            def step(_: int) -> Tensor:
+                with offload:
+                    loss: Tensor = made(*inputs)
+                loss.backward()
+                return loss
+
+            return steps(made, step)
+
+        expected = run(eo.Offload(enabled=False), divided(shards=shards))
+        offload = eo.Offload(tier="disk", disk_path=ranks.directory, plan=plan)
+        assert_identical(expected, run(offload, divided(shards=shards)), "with the plan")
+        assert offload.stats(synchronize=True).bytes_out == STEPS * plan.moved_bytes > 0
+        offload.close()
+
+
 SCENARIOS: dict[str, Callable[[Ranks], None]] = {
     "different_budgets_agree": different_budgets_agree,
     "an_error_of_one_is_an_error_of_all": an_error_of_one_is_an_error_of_all,
     "different_models_are_an_error_of_all": different_models_are_an_error_of_all,
+    "tensor_parallelism_is_planned_as_it_runs": tensor_parallelism_is_planned_as_it_runs,
     "sharded_models_are_planned_as_whole_ones": sharded_models_are_planned_as_whole_ones,
     "levels_that_alternate": levels_that_alternate,
 }

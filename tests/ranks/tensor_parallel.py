@@ -74,6 +74,17 @@ class Decoder(nn.Module):
         return logits
 
 
+class Losses(nn.Module):
+    """A language model and its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+
+
 def tokens_of(step: int, batch: int = 2) -> tuple[Tensor, Tensor]:
     """The same in every rank that works on the same part of the batch."""
     drawn = leaf(batch, TOKENS + 1, seed=step, grad=False).mul(1e4).long().remainder(CLASSES)

@@ -72,6 +72,7 @@ CASES: dict[str, dict[str, str]] = {
         "together_with_fsdp": "four",
     },
     "pipelines": {
+        "a_step_is_one_of_the_schedule_on_every_rank": "two four",
         "gpipe": "every",
         "one_forward_one_backward": "two every four",
         "interleaved": "two every four",
@@ -85,6 +86,7 @@ CASES: dict[str, dict[str, str]] = {
         "different_models_are_an_error_of_all": "every",
         "sharded_models_are_planned_as_whole_ones": "two every",
         "levels_that_alternate": "two",
+        "tensor_parallelism_is_planned_as_it_runs": "two four",
     },
     "with_accelerate": dict.fromkeys(
         [
