@@ -370,6 +370,7 @@ def files_of_others(node: Node) -> None:
         (name,) = node.files
     victim = node.directory / "victim"
     victim.write_bytes(b"precious")
+    victim.chmod(0o600)
     path = node.ledgers / name
     for arrange in (
         lambda: path.symlink_to(victim),
