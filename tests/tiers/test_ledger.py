@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from tests.processes import printed_by
-from tests.tiers.nodes import SCENARIOS
+from tests.tiers.machines import SCENARIOS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the ledger is a file of Linux")
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the ledger is a
 @cache
 def complaints() -> dict[str, str]:
     """What each scenario has complained of: the processes of all of them are forked off a single one."""
-    found: dict[str, str] = json.loads(printed_by("-m", "tests.tiers.nodes"))
+    found: dict[str, str] = json.loads(printed_by("-m", "tests.tiers.machines"))
     return found
 
 
