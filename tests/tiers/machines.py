@@ -496,6 +496,9 @@ def one_that_needs_little_keeps_little_from_others(node: Node) -> None:
         assert one.take(100) == 32, "the other has a step to end"
         assert other.step() == 4
         assert one.take(100) == 60
+        assert other.take(20) == 4
+        assert one.step() == 32, "now the other needs more"
+        assert other.take(20) == 20
     assert node.files == []
 
 
