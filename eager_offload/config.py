@@ -197,10 +197,11 @@ class OffloadConfig(_BesideFields):
     """Whether host buffers are pinned; ``"auto"`` pins them for an accelerator and not for a CPU device."""
 
     host_budget: Size = "auto"
-    """Most bytes held in host memory. ``"auto"`` is half of the memory that this process could take when it is first
-    needed, by the limits of its control groups, its own and the machine's, divided by the ranks on the node. Once that
-    is used up, it is computed anew, and grows if there is more. Memory is taken only while enough is left for others. A
-    budget in bytes is used as given, with one warning if the machine has less."""
+    """Most bytes held in host memory. ``"auto"`` is half of the memory that could be taken when it is first needed, by
+    the limits of control groups, process and machine. The processes on the node share it: each takes what it needs, and
+    none what another lacks of an equal share. Once it is used up, it is computed anew, and grows if there is more.
+    Memory is taken only while enough is left for others. A budget in bytes is used as given, with one warning if the
+    machine has less."""
 
     disk_budget: Size = "auto"
     """Most bytes held on disk, for all devices together; ``"auto"`` takes a share of the free space when it is first

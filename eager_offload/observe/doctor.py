@@ -35,7 +35,7 @@ from eager_offload.errors import ConfigError
 from eager_offload.offload import Offload
 from eager_offload.planning.machine import Machine, measure
 from eager_offload.tiers.disk import DiskTier, filesystem_of, usual_directories
-from eager_offload.tiers.limits import disk_budget, host_budget, host_headroom
+from eager_offload.tiers.limits import disk_budget, host_budget, host_headroom, ranks_here
 from eager_offload.torch_private import inductor
 from eager_offload.version import VERSION
 
@@ -56,6 +56,7 @@ class Memory:
     total_bytes: int
     headroom_bytes: int
     budget_bytes: int
+    ranks: int
     bound_by: str
     remedy: str
 
@@ -193,7 +194,7 @@ def _accelerators() -> list[str]:
 def _memory() -> Memory:
     headroom = host_headroom()
     limit, total = headroom.binding, psutil.virtual_memory().total
-    return Memory(total, headroom.nbytes, host_budget(), limit.reason, limit.remedy)
+    return Memory(total, headroom.nbytes, host_budget(), ranks_here().number, limit.reason, limit.remedy)
 
 
 def _disk(path: Path, others: Sequence[Disk]) -> list[Disk]:

@@ -606,7 +606,7 @@ class HostBound:
             self._refused, self._refused_bytes = (nbytes, shortage), 0
             self._lacked += nbytes
             if self._need != UNKNOWN:
-                self._need = max(self._need, node.own.held) + nbytes
+                self._need = max(self._need, node.own.held + self._lacked)
         elif not given:
             most = max(node.own.held // _TRUSTED_OF_HELD, _TRUSTED_BYTES)
             self._admitted, self._refused = min((left - nbytes) // _TRUSTED, most), None

@@ -166,6 +166,8 @@ def train(group: RealGroup | None = None, ranks: int = 1) -> list[str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}
     command, told = [sys.executable, "-c", PROGRAM, str(ROOM), "" if group is None else str(group.directory)], []
     with ExitStack() as stack:
+        if group is not None:
+            group.set_limit(1 << 40)  # its processes have a ledger of their own
         started = [
             subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT, env=environ)
             for _ in range(ranks)

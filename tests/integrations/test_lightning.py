@@ -19,7 +19,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_
 import eager_offload as eo
 from eager_offload.integrations.lightning import OffloadCallback
 from eager_offload.integrations.lightning_factory import callbacks
-from eager_offload.tiers.limits import ranks_here
 from tests.integrations.lightning_training import (
     PACKAGES,
     QUIET,
@@ -223,18 +222,6 @@ def test_checkpoints_have_nothing_of_it_and_resume(tmp_path: Path) -> None:
     assert trainer.global_step == 6
     assert all(map(torch.equal, resumed.parameters(), expected.model.parameters()))
     assert moved(callback.offload) > 0
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
-def test_h26_ranks_that_lightning_starts_itself_share_the_budgets(
-    strategy: str, offload: eo.Offload, tmp_path: Path
-) -> None:
-    callback = OffloadCallback(offload)
-    trainer = trainer_of(tmp_path, callback, devices=2, strategy=strategy)
-    callback.setup(trainer, None, "fit")  # as in each of the two, where no launcher's variable is
-    assert ranks_here({}).number == 2
-    callback.teardown(trainer, None, "fit")
-    assert ranks_here({}).number == 1
 
 
 # -- from the environment and the command line ------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def test_the_command_prints_json_and_nothing_else(
 
 CPU = {"cpu": Machine("cpu", 9e11, 1e11, 1e10, 2e9, 0.5e9, 32 * GIB)}
 GPU = {"cuda:0": Machine("H200", 6e14, 1e13, 4e12, 52e9, 52e9, 140 * GIB)}
-LARGE = Memory(512 * GIB, 500 * GIB, 250 * GIB, "500 GiB are available", "take more")
+LARGE = Memory(512 * GIB, 500 * GIB, 250 * GIB, 1, "500 GiB are available", "take more")
 SMALL = replace(LARGE, budget_bytes=30 * GIB)
 #: Reading counts half, since backward takes twice as long.
 DISKS = [Disk("/slow", out=1e8, back=1e8), Disk("/fast", out=2e9, back=0.5e9)]

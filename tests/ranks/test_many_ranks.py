@@ -41,7 +41,7 @@ LAUNCHES = {
 #: By module, each of its scenarios and the launches that run it: quickly on two ranks, in every regime, on four.
 CASES: dict[str, dict[str, str]] = {
     "node": {
-        "budgets_are_divided": "two four",
+        "budgets_are_the_nodes": "two four",
         "one_spill_file_a_rank": "two four",
     },
     "ddp": {
