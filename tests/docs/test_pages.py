@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from eager_offload.version import VERSION
+import eager_offload as eo
 from tests import hazards_page
 from tests.docs.pages import ROOT
 
@@ -43,7 +43,7 @@ def test_a_number_of_when_it_pays_is_that_of_the_result_file(file: str, limit: s
 @pytest.mark.parametrize("file", ["README.md", "docs/index.md", "mkdocs.yml", "CITATION.cff"])
 def test_the_version_is_the_library_s_wherever_it_stands(file: str) -> None:
     said = re.findall(r"(?:eager_offload|(?<!-)[Vv]ersion:?) (\d+\.\d+\.\d+)\b", (ROOT / file).read_text())
-    assert said == [VERSION], file
+    assert said == [eo.__version__], file
 
 
 def test_workflows_run_what_stands_in_the_makefile_and_in_ci() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from eager_offload.version import VERSION
+import eager_offload as eo
 from tests.docs.pages import links
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("install")]
@@ -102,7 +102,7 @@ def test_the_source_distribution_has_all_that_git_has(tmp_path: Path) -> None:
     readme = ROOT / "README.md"
     assert {link.path for link in links(readme) if link.path} <= held
     # An index shows it without the files: what it names is in the source distribution, and no link leads to it.
-    assert {"Name: eager-offload", f"Version: {VERSION}", "Description-Content-Type: text/markdown"} <= set(
+    assert {"Name: eager-offload", f"Version: {eo.__version__}", "Description-Content-Type: text/markdown"} <= set(
         headers.splitlines()
     )
     assert description.startswith("# eager_offload")
