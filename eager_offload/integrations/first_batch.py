@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from eager_offload import ConfigError, Offload, OffloadConfig, PlanError, contexts, plan
 from eager_offload.config import size_text
@@ -227,7 +228,7 @@ class FirstBatch:
 
 
 def _trained(parameters: Iterable[Tensor]) -> dict[int, int]:
-    return {id(one): one.numel() for one in parameters if one.requires_grad}
+    return {id(one): one.numel() for one in parameters if one.requires_grad and not is_lazy(one)}
 
 
 def _say(line: str) -> None:
