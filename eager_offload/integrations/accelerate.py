@@ -55,18 +55,15 @@ class OffloadPlugin:
     The fields that are in force can be read from it as attributes.
 
     Args:
-        config: an :class:`~eager_offload.OffloadConfig`, a mapping of its fields, or an
-            :class:`~eager_offload.Offload` of your own, which stays yours to close. With a configuration or an
-            ``Offload`` the variables of its fields are not asked.
+        config: an :class:`~eager_offload.Offload` of your own, which stays yours to close, an
+            :class:`~eager_offload.OffloadConfig`, a mapping of its fields, or ``None``.
         log_metrics: what :meth:`metrics` gives: ``True`` for the three that matter, ``"all"``, or ``False`` for none.
         trace_step: the training forward of a prepared model, the first being 1, that is traced until the next begins.
         trace_path: where that trace is written, for https://ui.perfetto.dev.
-        recompute: has the first batch of the first model that is prepared planned to ``device_budget`` (by default what
-            is free), by :func:`eager_offload.plan`, and trains by that plan: blocks are computed again where that takes
-            less time than to move what they save.
-        **fields: the fields of :class:`~eager_offload.OffloadConfig`; each comes before ``config``, and that before
-            ``EAGER_OFFLOAD_<FIELD>``, which is asked for one that is ``None`` too. With ``enabled=False``
-            :meth:`prepare` hands the model back, :attr:`offload` does nothing and :meth:`metrics` is empty.
+        recompute: has the first batch of the first model that is prepared planned to ``device_budget``, by
+            :func:`eager_offload.plan`, and trains by that plan.
+        **fields: fields of :class:`~eager_offload.OffloadConfig`, which come before ``config``, and that before
+            ``EAGER_OFFLOAD_<FIELD>``. With ``enabled=False`` nothing is done, and :meth:`metrics` is empty.
 
     Raises:
         ConfigError: for a value that is not accepted, or fields beside an ``Offload``.
@@ -84,8 +81,8 @@ class OffloadPlugin:
     ) -> None:
         self._closes = not isinstance(config, Offload)
         self.offload = offload_from(config, fields)
-        self._first = FirstBatch.wanted(recompute, config, self.offload, _SWITCH)
         """A context for forwards of your own, and its ``stats()``. Does nothing where not ``enabled``."""
+        self._first = FirstBatch.wanted(recompute, config, self.offload, _SWITCH)
         #: What is in force.
         self.config = self.offload.config
         self._options: dict[str, Any] = {"log_metrics": log_metrics, "trace_step": trace_step, "trace_path": trace_path}
@@ -174,11 +171,7 @@ class OffloadPlugin:
         return model
 
     def metrics(self, steps: int = 1) -> dict[str, float]:
-        """What this process has moved since the last call, for ``accelerator.log``.
-
-        Args:
-            steps: how many steps that were; amounts are for one. See :class:`OffloadMetrics` for names and units.
-        """
+        """Returns what this process has moved since the last call, for one of ``steps`` steps: ``OffloadMetrics``."""
         return self._metrics.read(steps) if self.enabled else {}
 
     def remove(self) -> None:
@@ -211,7 +204,7 @@ class OffloadPlugin:
 
 
 def _counting(plugin: OffloadPlugin) -> Callable[[nn.Module], bool]:
-    """Asked at each call whether a backward may follow; counts those for the plugin, and does not keep it."""
+    """Returns :func:`is_training`, which counts its calls for the plugin, and does not keep it."""
     alive = weakref.ref(plugin)
 
     def asked(model: nn.Module) -> bool:

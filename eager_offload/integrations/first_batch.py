@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from eager_offload import ConfigError, Offload, OffloadConfig, PlanError, contexts, plan
 from eager_offload.config import size_text
@@ -109,30 +110,21 @@ class FirstBatch:
     def is_the_model(self, module: nn.Module) -> bool:
         """Whether ``module``, one of several that a step calls, is the one to plan.
 
-        It is if it has at least half of the elements that the optimizers train. If no module has, or none of them is
-        known, it is the one with the most of the first step, from the next step on: what comes later in a step is not
-        known, and a small module may be called before the model.
+        It has at least half of the elements that the optimizers train. If no module has, or no optimizer is known, it
+        is the one with the most of the first step, from the next step on: a small one may be called before the model.
         """
         if self.is_planned:
             return True
-        trained = {id(one): one.numel() for one in module.parameters() if one.requires_grad}
-        if not trained:
-            return False
-        all_trained = {
-            id(one): one.numel()
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for one in group["params"]
-            if one.requires_grad
-        }
-        if 2 * sum(all_trained[one] for one in all_trained.keys() & trained) >= sum(all_trained.values()) > 0:
+        own, groups = _trained(module.parameters()), [group for one in self.optimizers for group in one.param_groups]
+        everything = _trained(one for group in groups for one in group["params"])
+        if 2 * sum(everything[one] for one in everything.keys() & own) >= sum(everything.values()) > 0:
             return True
+        backwards = contexts.process.backwards
         if not self._met:
-            self._backwards = contexts.process.backwards
-        if self._backwards == contexts.process.backwards:
-            self._met[module] = sum(trained.values())
-            return False
-        return module in self._met and self._met[module] == max(self._met.values())
+            self._backwards = backwards
+        if own and self._backwards == backwards:
+            self._met[module] = sum(own.values())
+        return self._backwards != backwards and self._met.get(module) == max(self._met.values())
 
     def begin(self, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Notes that a training call of the model begins, outside of every ``with offload``; the first is planned."""
@@ -233,6 +225,10 @@ class FirstBatch:
     def _tell(self) -> None:
         if (said := self._offload.stats().plan) is not None:
             _say(f"the plan said {said}")
+
+
+def _trained(parameters: Iterable[Tensor]) -> dict[int, int]:
+    return {id(one): one.numel() for one in parameters if one.requires_grad and not is_lazy(one)}
 
 
 def _say(line: str) -> None:

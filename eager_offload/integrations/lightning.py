@@ -37,10 +37,7 @@ _SWITCH = "gradient_checkpointing_disable() of the model, no activation_checkpoi
 
 
 def _callback_classes() -> tuple[type, ...]:
-    """``Callback`` of every package that is installed: whichever a Trainer is from, it is to know ours as its own.
-
-    The second one is imported in a fraction of a second, as nearly all of both is what they import.
-    """
+    """Returns ``Callback`` of every package that is installed: whichever a Trainer is from knows ours as its own."""
     found: list[type] = []
     failed: list[Exception] = []
     for package in _PACKAGES:
@@ -62,15 +59,14 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
     ``trainer.callback_metrics``.
 
     Args:
-        config: an ``Offload`` of your own, an ``OffloadConfig``, or a mapping of its fields, as from a file. Where a
-            mapping says nothing, and where it is left out, the ``EAGER_OFFLOAD_*`` variables do.
+        config: an ``Offload`` of your own, an ``OffloadConfig``, or a mapping of its fields; what is not given is read
+            from ``EAGER_OFFLOAD_*``.
         log_metrics: ``True`` logs the three figures that matter, ``"all"`` every one, ``False`` none.
         trace_step: the batch of a fit, the first being 1, that is traced.
         trace_path: where that trace is written, for https://ui.perfetto.dev.
-        recompute: has the first call of the module that has most of what is trained planned to ``device_budget`` (by
-            default what is free), by :func:`eager_offload.plan`, and trains by that plan: blocks are computed again
-            where that takes less time than to move what they save.
-        **fields: fields of :class:`~eager_offload.OffloadConfig`, which come before all of that; ``None`` gives none.
+        recompute: has the first call of the module that has most of what is trained planned to ``device_budget``, by
+            :func:`eager_offload.plan`, and trains by that plan.
+        **fields: fields of :class:`~eager_offload.OffloadConfig`, which come before all of that.
 
     ``EAGER_OFFLOAD=0`` in the environment switches it off. Files and memory are given back when a fit ends, those of an
     ``Offload`` of your own when you close it. A copy or a pickle, such as the one that ``ddp_spawn`` sends to its

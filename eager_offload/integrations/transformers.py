@@ -56,9 +56,8 @@ class OffloadTrainerCallback(TrainerCallback):
         log_metrics: ``True`` logs the three figures that matter, ``"all"`` every one, ``False`` none.
         trace_step: the optimizer step of a training, the first being 1, that is traced.
         trace_path: where that trace is written, for https://ui.perfetto.dev.
-        recompute: has the first batch planned to ``device_budget`` (by default what is free), by
-            :func:`eager_offload.plan`, and trains by that plan: blocks are computed again where that takes less time
-            than to move what they save.
+        recompute: has the first batch planned to ``device_budget``, by :func:`eager_offload.plan`, and trains by that
+            plan.
         **fields: fields of ``OffloadConfig``.
 
     A copy or a pickle has an ``Offload`` of its own with the same configuration.

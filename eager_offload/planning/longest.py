@@ -87,10 +87,9 @@ def longest(
 
         print(eo.longest(make, "75GiB", device="h100"))
 
-    Steps are traced as by :func:`eager_offload.plan`: nothing is run, and a model on ``meta`` is never allocated. A
-    length is traced once for all ways. 1. Lengths grow by a factor of 2 to 4 until one does not fit. 2. Between it and
-    the last one that fits, lengths are taken from the straight line through both peaks, and now and then from the
-    middle. 3. The search ends at a length that fits while the next multiple does not.
+    Steps are traced as by :func:`eager_offload.plan`, each length once for all ways. Lengths grow by a factor of 2 to 4
+    until one does not fit; between it and the last one that fits they are taken from the straight line through both
+    peaks, and now and then from the middle, until one fits while the next multiple does not.
 
     Args:
         make: returns ``(model, inputs)`` or ``(model, inputs, loss)`` for a length, as for :func:`eager_offload.plan`.
@@ -102,13 +101,10 @@ def longest(
         progress: called with a way and a length before that is traced.
 
     Returns:
-        A row for each way. Checkpointing has none where no module of the model repeats. The length of the plan is
-        found by the least peak of its levels, with all that they keep moved or none of it, and from there on by whole
-        plans.
+        A row for each way. Checkpointing has none where no module of the model repeats.
 
     Raises:
-        ConfigError: a length is not a positive number, or no multiple is between both, ``make`` does not take a length
-            or returns something else, or as of :func:`eager_offload.plan`.
+        ConfigError: a length is not accepted, ``make`` does not take one or returns something else, or as of ``plan``.
         PlanError: a step cannot be traced. Errors of ``make`` and of the model come as they are, with a note that
             names the length.
     """

@@ -58,9 +58,9 @@ class Plan(PlanFigures, PlanSettings):
         once a module. Another value is an ``OffloadError`` out of ``backward()``, before a gradient is computed of it.
         The ``with`` counts: ``calls`` that were compared, and ``inexact`` values: other bits, nearly the same sums.
 
-        The checkpoints are not reentrant and keep the state of random numbers. Parameters, hooks and ``state_dict`` of
-        the model stay as they are, and its copies have no checkpoints. May be entered in several threads, and more
-        than once. Where nothing is to be computed again it does nothing.
+        The checkpoints are not reentrant and keep the state of random numbers; they stand inside of the regions of
+        ``skip`` and ``only``. Parameters, hooks and ``state_dict`` of the model stay as they are, and its copies have
+        no checkpoints. Several may be in force, in any thread. Where nothing is to be computed again it does nothing.
 
         Args:
             model: the one that was planned, or one like it, wrapped or not.
@@ -164,11 +164,9 @@ class Plan(PlanFigures, PlanSettings):
     # -- for a reader -------------------------------------------------------------------------------------------------
 
     def figure(self) -> Any:
-        """The plan as a ``plotly.graph_objects.Figure``: what lives when, what other budgets buy, what moves.
+        """Returns the plan as a ``plotly.graph_objects.Figure``: what lives when, what other budgets buy, what moves.
 
-        A notebook shows it, and its ``write_html`` writes a page. Fixed ways are drawn to compare with: nothing moves,
-        every second storage does, all that may does. In the curves waits are left out, so that both have the time of
-        compute.
+        Fixed ways are drawn to compare with. In the curves waits are left out, so that both have the time of compute.
 
         Raises:
             OffloadError: plotly is not installed: ``pip install 'eager_offload[report]'``.
