@@ -67,11 +67,12 @@ def _torchao() -> tuple[nn.Module, dict[str, Tensor]]:
 def test_gradients_are_equal_and_bytes_move(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]]) -> None:
     torch.manual_seed(0)
     model, given = make()
+    model.train()
     offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0)
 
     def gradients(context: AbstractContextManager[Any]) -> list[Tensor]:
         with context:
-            loss = model.train()(**given)[0].square().mean()
+            loss = model(**given)[0].square().mean()
         loss.backward()
         found = [one.grad for one in model.parameters() if one.grad is not None]
         model.zero_grad()
