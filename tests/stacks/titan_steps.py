@@ -1,7 +1,10 @@
 """Trains torchtitan's debug Llama for 4 steps on the CPU, a process for each gloo rank, and prints a digest of it.
 
-python tests/stacks/titan_steps.py plain|offload PORT RANK RANKS [key=value ...]     keys of ParallelismConfig
+python tests/stacks/titan_steps.py plain|offload|graphs PORT RANK RANKS [key=value ...]     keys of ParallelismConfig
+python tests/stacks/titan_steps.py arguments --offload.device_budget 60GiB          prints that field
 """
+
+# ruff: noqa: E402  # torchtitan is imported after what it asks of torch was answered
 
 from __future__ import annotations
 
@@ -10,18 +13,25 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 # torchtitan asks for the accelerator when it is imported, and takes "cuda" where there is none.
 torch._utils._get_available_device_type = lambda: "cpu"
 torch._utils._get_device_module = lambda kind: torch.cpu
-torch.cpu.get_device_properties = lambda *_: None
+torch.cpu.get_device_properties = lambda *_: SimpleNamespace(total_memory=1 << 30)
 torch.cpu.get_device_name = lambda *_: "CPU"
+for name in ("reset_peak_memory_stats", "empty_cache"):
+    setattr(torch.cpu, name, lambda *_: None)
+torch.cpu.memory_stats = lambda *_: {}
 
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import ConfigManager
+from torchtitan.distributed import utils
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import config_registry
 
@@ -66,24 +76,30 @@ class Tokens(BaseDataLoader):
         pass
 
 
+def offload_debugmodel() -> OffloadTrainer.Config:
+    return OffloadTrainer.Config.of(config_registry.llama3_debugmodel())
+
+
 def main(way: str, port: str, rank: str, ranks: str, *options: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
     os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     torch.set_num_threads(1)
-    config = OffloadTrainer.Config.of(config_registry.llama3_debugmodel())
+    utils.set_pg_timeouts = lambda **_: None  # gives gloo's barrier the name of a device
+    config = offload_debugmodel()
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the others want an accelerator
     config.tokenizer, config.dataloader = Words.Config(), Tokens.Config()
-    config.training.disable_cuda_graphs = True
+    config.training.disable_cuda_graphs = way != "graphs"
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 128, 4
     config.debug.seed, config.debug.deterministic = 1, True
+    config.parallelism.spmd_backend = "partial_dtensor"  # "spmd_types" shards with FSDP of a later torch
     for option in options:
         name, _, value = option.partition("=")
         setattr(config.parallelism, name, int(value) if value.isdigit() else value)
-    config.offload = type(config.offload)(
-        enabled=way == "offload", tier="host", min_bytes=4096, keep_last_bytes=0, device_budget=None
-    )
+    config.offload = type(config.offload)(enabled=way != "plain", tier="host", min_bytes=4096, keep_last_bytes=0)
     trainer = config.build()
+    for one in [each for part in trainer.model_parts for each in part.modules() if isinstance(each, FSDPModule)]:
+        one.set_force_sum_reduction_for_comms(True)  # gloo takes no factor
     trainer.train()
     digest = hashlib.sha256()
     for part in trainer.model_parts:
@@ -97,4 +113,8 @@ def main(way: str, port: str, rank: str, ranks: str, *options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "arguments":
+        named = ["--module", "titan_steps", "--config", "offload_debugmodel"]
+        print("OFFLOAD", ConfigManager().parse_args([*named, *sys.argv[2:]]).offload.device_budget)
+    else:
+        main(*sys.argv[1:])
