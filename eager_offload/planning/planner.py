@@ -107,8 +107,10 @@ def plan(
         optimizer_bytes: of its states, in place of what ``optimizer`` would have, such as those in 8 bits.
         mesh: the sizes of the mesh over which FSDP2 will shard the whole model that is given: ``(8,)``, or ``(2, 8)``
             with two replicas. The plan is that of one device, where each member of the repeated blocks is gathered
-            while it runs, and one ahead. A model that ``fully_shard`` has sharded is planned as it is, without
-            ``mesh``. Collectives take no time.
+            while it runs, and one ahead. Or sizes by name, ``{"fsdp": 8, "tp": 2}`` or with ``"replicate"``: the model
+            is one that ``parallelize_module`` has divided, in a process that may have no other ranks (a group of the
+            backend ``"fake"``). A model that ``fully_shard`` has sharded is planned as it is, without ``mesh``.
+            Collectives take no time.
         accumulation: backwards to a step of the optimizer. From 2 on the gradients of the last one are there from the
             beginning, under FSDP2 in shards.
         policy: ``"least"``: the least movement that fits the budget, where compute waits as little as can be;
@@ -132,13 +134,13 @@ def plan(
     Raises:
         ConfigError: an unknown device or policy, a size below 0, a pattern of ``skip`` or ``only`` that matches no
             module, ``keep_last_bytes`` beside it, an optimizer that cannot be tried, or a ``mesh`` beside a model that
-            is sharded.
+            is sharded, or that tensor parallelism divides otherwise.
         PlanError: what the model does depends on numbers that no trace has (train with ``device_budget=`` then, which
             measures), it calls what torch does not
             differentiate on a CPU, such as FlexAttention, it changes a tensor outside of it, or has a module of
             TorchScript; the text names the module. Or an input cannot be copied, or something outside of the model
             holds a tensor of the trace afterwards: the text names it. An error of the model's own comes as it is, with
-            a note that names the module. Or the model is sharded in another way than by ``fully_shard``.
+            a note that names the module. Or the shards of the model are gathered now.
     """
 
     return agreed(
