@@ -15,6 +15,11 @@ unknown one: what it saved until then has the same handles, and is in the same q
 the rest is expected in the reverse of packing. Selection, sharing, sequence numbers and versions are asked in any step.
 So a table that does not fit costs time and changes no bit.
 
+[Note: sizes that vary]
+Where a router sends other tokens to each expert, some sizes differ in every step. A step that has the saves of a table,
+and at least an eighth of their sizes, is one more of its kind: those saves vary from then on. A step whose save varies
+is told nothing of that one, and goes on in the table.
+
 [Note: what a step teaches]
     MOVE     it was asked for no sooner than it could have been away and back: it leaves as soon as it is final
     STAY     it was asked for sooner: it stays as long as it is among the newest bytes. All of a step stays that saves
@@ -54,6 +59,8 @@ _MOST_MISSES = 3
 _ALIKE = 3
 #: What the program kept alive is taken in one step of so many, to see whether it still does.
 _LOOK_AGAIN = 16
+#: Of a step of the kind of a table, one save in so many has the same size at least.
+_SAME = 8
 #: Saves of one step: a context that is never left, with a graph that is never whole, would fill the memory.
 _MOST_SAVES = 1 << 16
 
@@ -258,7 +265,9 @@ class StepLog:
                 fate = _MOVE if rested >= travels else _STAY
             last_save = last if last > number else -1
             row = known[number] if known else None
-            if row is None or row.fate is not fate or row.reason is not reason or row.last_save != last_save:
+            if row is None or (row.nbytes, row.storage_nbytes, row.fate, row.reason, row.last_save) != (
+                *(*facts[:2], fate, reason, last_save),
+            ):
                 row = Row(*facts, fate, reason, last_save)
             rows.append(row)
         order = tuple([number for number in self.asks if owners[number] not in self.alive])
@@ -307,10 +316,13 @@ class KnownTable:
         "table",
         "timed",
         "times",
+        "varies",
     )
 
     def __init__(self, table: StepTable, facts: list[Facts]) -> None:
         self.facts = facts
+        #: Saves whose sizes differ from step to step: see [Note: sizes that vary].
+        self.varies: set[int] = set()
         #: How many steps were like it, and how many of the last ones in a row differed.
         self.times = self.misses = 0
         #: The state of its kind, for a controller.
@@ -336,6 +348,27 @@ class KnownTable:
         self.table = table
         #: The saves in the order in which they are asked for the first time.
         self.order = tuple(dict.fromkeys(table.order))
+
+    def others(self, facts: list[Facts]) -> set[int] | None:
+        """Returns the saves of a step with those ``facts`` that have other sizes; ``None`` where it is of another
+        kind."""
+        if len(facts) != len(self.facts):
+            return None
+        differ = {number for number, one in enumerate(facts) if one != self.facts[number]}
+        is_like = all(facts[number][2:] == self.facts[number][2:] for number in differ)
+        return differ if is_like and _SAME * len(differ) <= (_SAME - 1) * len(facts) else None
+
+    def vary(self, facts: list[Facts], differ: set[int]) -> None:
+        """Takes the sizes of one more step in place of its own."""
+        self.facts, self._shared = facts, None
+        self.varies |= differ
+
+    def has(self, number: int, facts: Facts) -> bool:
+        """Returns whether save ``number`` is as the table has it, or is one that varies."""
+        if number == len(self.facts):
+            return False
+        own = self.facts[number]
+        return own == facts or (number in self.varies and own[2:] == facts[2:])
 
     def share(self, fraction: float) -> tuple[StepTable, int]:
         """Returns the table in which that part of its movable bytes moves, and the bytes that stay by it."""
@@ -597,6 +630,12 @@ class StepTables:
                 known.times, known.misses = known.times + 1, 0
             return
         alike = next((one for one in self._known if one.facts == log.facts), None)
+        if alike is None:
+            for one in reversed(self._known):
+                if (differ := one.others(log.facts)) is not None:
+                    alike = one
+                    one.vary(log.facts, differ)
+                    break
         if log.known is not None and log.known is not alike:
             self.missed(log.known, "fewer")
             log.fraction = None
@@ -680,7 +719,7 @@ class Step:
         if number == 0:
             self._use(self._tables.look_up(facts) if log.teaches else [])
             log.fraction, log.is_known = self._tables.fraction_of(log.known), log.known is not None
-        elif (known := log.known) is not None and (number == len(known.facts) or known.facts[number] != facts):
+        elif (known := log.known) is not None and not known.has(number, facts):
             self._differ([*log.facts, facts], known.difference(number, facts))
         log.facts.append(facts)
         log.packed_at.append(seconds)
@@ -691,6 +730,8 @@ class Step:
         if self.table is None or facts[3] != number:
             return None
         row = self.table.rows[number]
+        if (known := log.known) is not None and known.varies and known.facts[number] != facts:
+            return None
         if row.fate is _KEEP:
             if self._looks_again:
                 return None

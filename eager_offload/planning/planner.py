@@ -102,7 +102,9 @@ def plan(
         optimizer_bytes: of its states, in place of what ``optimizer`` would have, such as those in 8 bits.
         mesh: the sizes of the mesh over which FSDP2 will shard the whole model that is given: ``(8,)``, or ``(2, 8)``
             with two replicas. The plan is that of one device, where each of the repeated blocks is gathered while it
-            runs, and one ahead; collectives take no time. A model that ``fully_shard`` has sharded needs no ``mesh``.
+            runs, and one ahead; collectives take no time. Or sizes by name, ``{"fsdp": 8, "tp": 2}`` or with
+            ``"replicate"``: ``parallelize_module`` has divided the model, in a process that may have no other ranks (a
+            group of the backend ``"fake"``). A model that ``fully_shard`` has sharded needs no ``mesh``.
         accumulation: backwards to a step of the optimizer. From 2 on the gradients of the last one are there from the
             beginning, under FSDP2 in shards.
         policy: ``"least"``: the least movement that fits the budget, where compute waits as little as can be;
@@ -123,11 +125,11 @@ def plan(
     Raises:
         ConfigError: an unknown device or policy, a size below 0, a pattern of ``skip`` or ``only`` that matches no
             module, ``keep_last_bytes`` beside it, an optimizer that cannot be tried, or a ``mesh`` beside a model that
-            is sharded.
+            is sharded, or that tensor parallelism divides otherwise.
         PlanError: the step depends on numbers that no trace has (train with ``device_budget=`` then, which measures),
             calls what torch does not differentiate on a CPU, such as FlexAttention, changes a tensor outside of it, or
             has a module of TorchScript; an input cannot be copied; something outside of the model holds a tensor of the
-            trace afterwards; or the model is sharded in another way than by ``fully_shard``. The text names the module
+            trace afterwards; or the shards of the model are gathered now. The text names the module
             or the tensor. An error of the model's own comes as it is, with a note that names the module.
     """
     return agreed(

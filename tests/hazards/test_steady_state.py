@@ -6,14 +6,15 @@ import gc
 import os
 import threading
 import tracemalloc
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from eager_offload import Offload
 from tests.hazards.backends import Backend, assert_settled, offloader_of, queued_bytes, saves_of, tracked
-from tests.hazards.programs import Settled, assert_moved
+from tests.hazards.programs import Settled, assert_identical, assert_moved
 from tests.programs import Run, leaf
 from tests.programs.repeated import ragged_step
 from tests.threads import collect
@@ -103,3 +104,53 @@ def test_h41_a_configuration_that_is_not_used_any_more_costs_little() -> None:
     finally:
         tracemalloc.stop()
     assert (after - before) / 200 < 2048, "graph modules of torch take 25 KiB"
+
+
+class Routed(nn.Module):
+    """Sends each token to one of three experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(32, 32)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(3))
+
+    def forward(self, x: Tensor, route: Tensor) -> Tensor:
+        x = self.dense(x.sin()).tanh()
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            chosen = (route == number).nonzero().flatten()
+            out = out.index_add(0, chosen, expert(x[chosen]))
+        return (x + out.cos()).square().mean()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("threads_stay")
+@pytest.mark.filterwarnings("ignore:eager_offload. tier")
+def test_a_thousand_steps_of_random_routing_are_followed_and_leave_the_pool_as_it_is() -> None:
+    """Each expert has a token at least: what is saved is the same but for its sizes."""
+    model, x = Routed(), leaf(64, 32)
+    offload = Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_tables=True)
+    generator = torch.Generator().manual_seed(0)
+
+    def step(around: AbstractContextManager[object], route: Tensor) -> list[Tensor]:
+        with around:
+            loss = model(x, route)
+        loss.backward()
+        found = [loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
+        model.zero_grad(set_to_none=True)
+        return found
+
+    held = []
+    for number in range(1000):
+        route = torch.cat([torch.arange(3), torch.randint(3, (61,), generator=generator)])
+        found = step(offload, route)
+        if number % 100 == 99:
+            assert_identical(step(nullcontext(), route), found, f"step {number}")
+            offload.stats(synchronize=True)
+            held.append(sum(tier.held_bytes for tier in offloader_of(offload).tiers))
+    stats = assert_settled(offload)
+    assert_moved(stats)
+    assert held == held[:1] * 10
+    assert stats.table_forwards >= 998
+    assert sum(stats.table_misses.values()) <= 6, "until each size has varied once"
