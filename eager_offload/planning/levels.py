@@ -265,22 +265,37 @@ def _runs(of: Recording, kept: Mixture) -> list[_Run]:
     return [*found.values()]
 
 
+def _policed(of: Recording, run: _Run) -> dict[int, Op]:
+    """Returns the operators of a block that a policy is asked of, each with the views and the like before it."""
+    found, waiting = dict[int, Op](), 0
+    for dispatch in of.dispatches[run.call.first_dispatch : run.call.last_dispatch]:
+        waiting += 1
+        if dispatch.op >= 0:
+            found[dispatch.op] = of.program.ops[dispatch.op]._replace(policies=waiting)
+            waiting = 0
+    return found
+
+
 class _Maker:
     def __init__(self, of: Recording, runs: list[_Run]) -> None:
         self.of, self.runs, self.old = of, runs, of.program
-        again: dict[int, list[int]] = defaultdict(list)
+        again: dict[int, list[Op]] = defaultdict(list)
+        #: Operators of forward whose block has a policy.
+        asked = dict[int, Op]()
         for run in runs:
-            again[run.asked] += run.again
+            policed = _policed(of, run) if run.kept else dict[int, Op]()
+            asked.update(policed)
+            again[run.asked] += [policed.get(op, self.old.ops[op]) for op in run.again]
         self.ops: list[Op] = []
         #: By operator, where it is in the step that is made, and where what runs again before it begins: what dies at
         #: an operator dies before that, and what is made there is made behind it.
         self._from, self._until = list[int](), list[int]()
         for op, one in enumerate((*self.old.ops, None)):
             self._until.append(len(self.ops))
-            self.ops += [self.old.ops[number] for number in again[op]]
+            self.ops += again[op]
             self._from.append(len(self.ops))
             if one is not None:
-                self.ops.append(one)
+                self.ops.append(asked.get(op, one))
         self.run_of_save = {save: run for run in runs for save in range(run.call.first_save, run.call.last_save)}
         #: By value, the run whose block has made it; what was there before is none's.
         self.maker: dict[int, _Run] = {}

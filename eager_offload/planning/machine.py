@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 UNKNOWN_BANDWIDTH = 1e9
 
 #: The least values of fields, where that is not any number above 0.
-_LEAST = {"memory_bytes": 0, "launch_seconds": 0, "spread": 1}
+_LEAST = {"memory_bytes": 0, "launch_seconds": 0, "policy_seconds": 0, "spread": 1}
 
 
 @checks_names
@@ -50,6 +50,8 @@ class Machine:
         back: bytes that come back from it.
         memory_bytes: bytes of the device's memory that a process can allocate; 0 where that is not known.
         launch_seconds: seconds that an operator takes at least, however small it is.
+        policy_seconds: seconds of the host that each operator of a block takes besides, in forward and again in
+            backward, where the block keeps some of its results and is computed again.
         spread: of the measurements of a rate, the ninth decile divided by the first; of all rates the largest. 1 where
             nothing was measured.
         kernels: whose kernels a plan counts the saves of: ``"cuda"`` or ``"cpu"``. Where the process has an
@@ -70,6 +72,7 @@ class Machine:
     launch_seconds: float = 0.0
     spread: float = 1.0
     kernels: str = "cuda"
+    policy_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -86,7 +89,7 @@ class Machine:
                 accepted = f"a whole number, {accepted}" if is_whole else accepted
                 raise ConfigError(f"{field.name}={value!r} is not accepted: {field.name} of a Machine takes {accepted}")
 
-    def seconds(self, flops: float, nbytes: float, *, single: bool = False) -> float:
+    def seconds(self, flops: float, nbytes: float, *, single: bool = False, policies: int = 0) -> float:
         """How long an operator takes: as its operations or its bytes do, whichever is longer; 0 where it has neither.
 
         The roofline model of Williams, Waterman and Patterson.
@@ -95,11 +98,14 @@ class Machine:
             flops: operations of products.
             nbytes: read and written.
             single: whether the numbers that it multiplies have 32 bits or more.
+            policies: how many operators a policy is asked of meanwhile: it and the views before it.
         """
         if nbytes == 0 and flops == 0:
             return 0.0
-        peak = self.single_flops if single else self.flops
-        return max(flops / peak, nbytes / self.memory, self.launch_seconds)
+        peak, asking = self.single_flops if single else self.flops, policies * self.policy_seconds
+        seconds = max(flops / peak, nbytes / self.memory)
+        # A host that is not the device asks ahead of it.
+        return max(seconds, self.launch_seconds + asking) if self.launch_seconds else seconds + asking
 
     def __str__(self) -> str:
         from eager_offload.config import size_text  # imports torch, which names of machines are known without
@@ -114,8 +120,9 @@ class Machine:
 
 #: Of a data sheet's figure, what training reaches: of the operations of products, and of the bytes of memory.
 _PRODUCTS, _MEMORY = 0.6, 0.8
-#: Seconds of the host for one operator of eager code.
-LAUNCH_SECONDS = 5e-6
+#: Seconds of the host for one operator of eager code, and what a policy adds to one, in forward and in backward alike:
+#: 8 and 12 microseconds more than in a block that is computed again whole (torch 2.13, one core of an AMD EPYC).
+LAUNCH_SECONDS, POLICY_SECONDS = 5e-6, 1e-5
 #: Bytes a second of 16 lanes each way, out of pinned memory: 63 and 31.5 GB/s less what packets take, as copies of
 #: 256 MiB reach it.
 _PCIE_5, _PCIE_4 = 52e9, 26e9
@@ -123,9 +130,11 @@ _PCIE_5, _PCIE_4 = 52e9, 26e9
 
 def _device(name: str, flops: float, single: float, memory: float, link: float, gib: float) -> Machine:
     """By the figures of a data sheet: dense products, and what torch says is the capacity of its memory."""
-    return Machine(
-        name, _PRODUCTS * flops, _PRODUCTS * single, _MEMORY * memory, link, link, int(gib * (1 << 30)), LAUNCH_SECONDS
-    )
+    capacity = int(gib * (1 << 30))
+    return _of_the_table(name, _PRODUCTS * flops, _PRODUCTS * single, _MEMORY * memory, link, link, capacity)
+
+
+_of_the_table = partial(Machine, launch_seconds=LAUNCH_SECONDS, policy_seconds=POLICY_SECONDS)
 
 
 #: By the names that a plan takes.
@@ -134,9 +143,7 @@ TABLE = {
     for machine in (
         # NVIDIA H200 Tensor Core GPU, data sheet (SXM): 1,979 TFLOP/s in bf16 with sparsity, half of that dense; 67 in
         # fp32; 4.8 TB/s. Of the operations what benchmarks/README.md takes: 11,500 in the time of a byte.
-        Machine(
-            "h200", 11_500 * _PCIE_5, _PRODUCTS * 67e12, _MEMORY * 4.8e12, _PCIE_5, _PCIE_5, 139 << 30, LAUNCH_SECONDS
-        ),
+        _of_the_table("h200", 11_500 * _PCIE_5, _PRODUCTS * 67e12, _MEMORY * 4.8e12, _PCIE_5, _PCIE_5, 139 << 30),
         # NVIDIA H100 Tensor Core GPU, data sheet (SXM): the same cores; 3.35 TB/s, 80 GB.
         _device("h100", 989.5e12, 67e12, 3.35e12, _PCIE_5, 79.0),
         # NVIDIA A100 80GB Tensor Core GPU, data sheet (SXM): 312 TFLOP/s dense; 19.5 in fp32; 2,039 GB/s, 80 GB.
@@ -226,6 +233,7 @@ def here(settings: OffloadConfig) -> Machine:
         name=f"here ({device})",
         memory_bytes=memory_bytes,
         launch_seconds=0.0 if accelerator is None else LAUNCH_SECONDS,
+        policy_seconds=POLICY_SECONDS,
         kernels="cpu" if accelerator is None else "cuda",
     )
 

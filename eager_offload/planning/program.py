@@ -31,6 +31,8 @@ class Op(NamedTuple):
     nbytes: int
     single: bool
     """Whether the numbers that it multiplies have 32 bits or more."""
+    policies: int = 0
+    """How many operators a policy of selective checkpointing is asked of from the one before it on, itself included."""
 
 
 class ProgramSave(NamedTuple):
@@ -110,7 +112,7 @@ class Program:
     """Parameters of the model; they and their gradients are parts of ``other_bytes``."""
 
     def seconds(self, machine: Machine) -> list[float]:
-        return [machine.seconds(op.flops, op.nbytes, single=op.single) for op in self.ops]
+        return [machine.seconds(op.flops, op.nbytes, single=op.single, policies=op.policies) for op in self.ops]
 
     @property
     def movable_bytes(self) -> int:

@@ -251,13 +251,13 @@ def test_two_levels_alternate_evenly() -> None:
     ]
 
 
-def plan_of_levels(**fields: Any) -> eo.Plan:
+def plan_of_levels(**rates: float) -> eo.Plan:
     torch.manual_seed(0)
-    machine = slow(out=2e6, back=2e6, memory=1e11, single_flops=1e9, flops=1e9)
+    machine = slow(**{"out": 2e6, "back": 2e6, "memory": 1e11, "single_flops": 1e9, "flops": 1e9, **rates})
     planned = partial(eo.plan, *wide(), device=machine, optimizer=None, config=CONFIG, recompute=True)
     most = planned()
-    plan = planned(device_budget=most.peak_bytes * 3 // 5, **fields)
-    assert any(plan.kept), "it keeps what is dear"
+    plan = planned(device_budget=most.peak_bytes * 3 // 5)
+    assert any(plan.kept) or rates, "it keeps what is dear"
     assert plan.fits
     assert most.again == ()
     front = [one.step_seconds for one in most.front(32) if one.peak_bytes <= plan.device_budget]
@@ -271,6 +271,16 @@ def test_a_plan_is_as_fast_as_the_best_level_and_a_file_keeps_what_blocks_keep(t
     assert plan.step_seconds <= whole
     plan.save(tmp_path / "plan.json")
     assert eo.Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize("launch", [0.0, 1e-5])
+def test_no_block_keeps_results_where_a_policy_costs_the_host_more_than_they_save(launch: float) -> None:
+    free, little, much = (plan_of_levels(launch_seconds=launch, policy_seconds=one) for one in (0.0, 1e-6, 1.0))
+    assert any(free.kept)
+    assert free.step_seconds < little.step_seconds
+    assert much.again
+    assert not any(much.kept)
+    assert free.checkpointing == little.checkpointing == much.checkpointing, "it has no policy"
 
 
 def test_a_second_backward_computes_all_again() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,8 @@ def test_a_function_is_no_model_and_a_wrapper_of_processes_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["flops", "single_flops", "memory", "out", "back", "memory_bytes", "launch_seconds", "spread"]
+    "field",
+    ["flops", "single_flops", "memory", "out", "back", "memory_bytes", "launch_seconds", "policy_seconds", "spread"],
 )
 def test_a_machine_with_a_rate_below_nothing_is_an_error(field: str) -> None:
     for value in (-1, float("nan"), float("inf"), 10**400, "fast", None, True, 1j):
@@ -276,6 +278,10 @@ def test_an_operator_takes_as_long_as_its_operations_or_its_bytes_or_its_launch(
     assert machine.seconds(0, 50) == 10.0
     assert machine.seconds(0, 1) == 0.25
     assert machine.seconds(0, 0) == 0.0
+    asking = replace(machine, policy_seconds=0.5)
+    assert asking.seconds(1000, 5, policies=2) == 10.0
+    assert asking.seconds(0, 1, policies=2) == 1.25
+    assert replace(asking, launch_seconds=0.0).seconds(1000, 5, policies=2) == 11.0
 
 
 def test_a_product_of_groups_counts_its_operations() -> None:
