@@ -430,6 +430,10 @@ class Offload:
         """Suppresses the warning that nothing of this object was used: another object decides whether it is."""
         self._in_vain.is_used()
 
+    def expect_to_be_hidden(self, message: str | None = None) -> None:
+        """Warns once with ``message``, if any, in place of all that shows of other hooks inside of this context."""
+        self._in_vain.is_hidden(message)
+
     def skip_in_one_of(self, model: torch.nn.Module) -> None:
         """Does what :meth:`skip_in` does for one of several models, where each pattern has to match in one of them."""
         if self.config.enabled and (patterns := self.config.patterns):

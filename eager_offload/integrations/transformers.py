@@ -19,7 +19,7 @@ from torch import nn
 
 from eager_offload import ConfigError, Offload
 from eager_offload.config import OffloadFields, switched_on
-from eager_offload.errors import tell, warn
+from eager_offload.errors import tell
 from eager_offload.integrations.calls import Given, OffloadedCalls, around_step, missing, offload_from
 from eager_offload.integrations.first_batch import FirstBatch
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
@@ -69,6 +69,9 @@ class OffloadTrainerCallback(TrainerCallback):
         PlanError: from the first training step, if ``recompute`` is wanted and that cannot be planned; an error of the
             model's own comes as it is.
     """
+
+    #: Whether TRL's trainer enters the context, by ``activation_offloading=True``, and nothing else has to.
+    _is_under_flag = False
 
     def __init__(
         self,
@@ -141,8 +144,11 @@ class OffloadTrainerCallback(TrainerCallback):
                 "Start one process for each device (`torchrun --nproc-per-node`, `accelerate launch`), or show this "
                 "one device alone (CUDA_VISIBLE_DEVICES)"
             )
-        for option in _hiding_options(args):
-            warn(f"{option} offloads by saved-tensor hooks too, and only one can have a tensor: leave that option out")
+        if hiding := " and ".join(self._hiding_options(args)):
+            self.offload.expect_to_be_hidden(
+                f"{hiding} hides from us the tensors that it moves itself: leave that option out, and they move on "
+                "side streams and within the budget"
+            )
         if self._first is not None:
             self._first.refuse_checkpointing(model)
             self._first.optimizers = [] if optimizer is None else [optimizer]
@@ -170,13 +176,29 @@ class OffloadTrainerCallback(TrainerCallback):
         self._removal = weakref.finalize(self, self._calls.remove)
         self._removal.atexit = False
 
+    def _hiding_options(self, args: TrainingArguments) -> Iterator[str]:
+        """Options of the frameworks whose own offloading hides tensors from ours, or ours from theirs."""
+        if getattr(args, "activation_offloading", False) and not self._is_under_flag:
+            yield "activation_offloading=True (TRL)"
+        for name in ("activation_checkpointing", "gradient_checkpointing"):  # the second is what it was called before
+            options = getattr(args, f"{name}_kwargs", None)
+            if getattr(args, name, False) and isinstance(options, Mapping) and options.get("offload"):
+                yield f"{name}_kwargs={{'offload': True}}"
+                break
+        plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
+        if getattr(plugin, "activation_checkpointing_offload", False):
+            yield "activation_checkpointing_offload=True (Accelerate, FSDP2)"
+
     def _be_the_only_one(self, state: TrainerState, model: nn.Module) -> None:
         """What failed training left on the model would hide what comes inside of it, and so would another callback."""
         others = [one for one in _begun if one is not self and one._state is not None and one._state() is state]
         left = [one for one in _begun if one._model is not None and one._model() in (model, None)]
         for one in {self, *others, *left}:
             one.remove()
-        if others:
+        for one in others:
+            if one._is_under_flag and one.offload is not None:
+                one.offload.expect_to_be_hidden()  # this one warns of the flag
+        if any(not one._is_under_flag for one in others):
             raise ConfigError(
                 "more than one OffloadTrainerCallback, or one beside OffloadTrainerMixin, is not accepted for a "
                 "trainer, since only one of them could offload: leave the others out"
@@ -328,17 +350,3 @@ class _AroundLoss(OffloadTrainerCallback):
 
     def on_log(self, *_: Any, **__: Any) -> None:
         pass  # the trainer's own log has
-
-
-def _hiding_options(args: TrainingArguments) -> Iterator[str]:
-    """Options of the frameworks whose own offloading hides tensors from ours, or ours from theirs."""
-    if getattr(args, "activation_offloading", False):
-        yield "activation_offloading=True (TRL)"
-    for name in ("activation_checkpointing", "gradient_checkpointing"):  # the second is what it was called before
-        options = getattr(args, f"{name}_kwargs", None)
-        if getattr(args, name, False) and isinstance(options, Mapping) and options.get("offload"):
-            yield f"{name}_kwargs={{'offload': True}}"
-            break
-    plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
-    if getattr(plugin, "activation_checkpointing_offload", False):
-        yield "activation_checkpointing_offload=True (Accelerate, FSDP2)"

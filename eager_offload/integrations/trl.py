@@ -17,15 +17,14 @@ from typing import Any
 
 from torch import nn
 
-from eager_offload import Offload
+from eager_offload import Offload, OffloadConfig
 from eager_offload.core.modules import ModuleCall, in_no_offload
-from eager_offload.errors import tell, warn
+from eager_offload.errors import warn
 from eager_offload.integrations.calls import missing
-from eager_offload.integrations.metrics import OffloadMetrics, summarize
+from eager_offload.integrations.transformers import OffloadTrainerCallback
 
 try:
     import trl.models
-    from transformers import TrainerCallback
     from transformers.trainer import DEFAULT_CALLBACKS as _DEFAULT_CALLBACKS
 except ImportError as error:
     raise missing("trl", error) from error
@@ -69,33 +68,22 @@ def get_act_offloading_ctx_manager(
     return offload
 
 
-class _Report(TrainerCallback):
+class _Report(OffloadTrainerCallback):
     """Logs the figures of training under the flag, says a line at its end, and gives memory and files back."""
 
+    _is_under_flag = True
+
     def __init__(self) -> None:
-        self._offload: Offload | None = None
+        super().__init__(OffloadConfig(enabled=False))  # until training begins under the flag
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        flagged = getattr(args, "activation_offloading", False) and model in _made
-        self._offload = _made[model] if flagged and _made[model].config.enabled else None
-        if self._offload is not None:
-            self._step, self._metrics = state.global_step, OffloadMetrics(self._offload)
-            self._moved_before = self._offload.stats().offloaded_bytes
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
+        self._begin_with(_made.get(model) if getattr(args, "activation_offloading", False) else None)
+        super().on_train_begin(args, state, control, model)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if self._offload is not None and logs and "loss" in logs:
-            figures = self._metrics.read(state.global_step - self._step)
-            self._step = state.global_step
-            logs.update(figures)
-            state.log_history[-1].update(figures)  # a copy of the logs, made before any callback is called
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        offload, self._offload = self._offload, None
-        if offload is not None:
-            offload.warn_if_nothing_moved(self._moved_before)
-            summarize(offload)
-            offload.close()
-        tell()
+    def _enter_around(self, *_: Any) -> None:
+        """The trainer enters the context."""
 
 
 def install() -> None:

@@ -36,6 +36,8 @@ _FOREIGN = (
     "other saved-tensor hooks were entered inside this context and hide from it what is saved there. Enter "
     "this context inside theirs, or leave one of the two out"
 )
+#: Keys of the warnings that say why nothing moved; one of them is enough.
+_HIDDEN = {"nothing", "empty", "foreign", "nested", "unseen"}
 _WITHOUT_CALLS = (
     "{field}={patterns} has had no effect so far: no module that it names has been called. It counts for what is saved "
     "where a module is called, as module(x), and not where module.forward(x) is, or a method of its own: name a module "
@@ -128,9 +130,15 @@ class InVain:
                 self._accounts.counters.foreign_hooks += count
             warn_once("foreign", _FOREIGN, self._accounts.said)
 
+    def is_hidden(self, message: str | None) -> None:
+        """Warns of other hooks that are known to hide saves, in place of what would show of them later."""
+        if message is not None:
+            warn_once("foreign", message, self._accounts.said)
+        self._accounts.said.update(_HIDDEN)
+
     def warn_if_nothing_moved(self, moved_before: int = 0, because: str | None = None) -> None:
         """Warns that nothing moved, and why: see ``Offload.warn_if_nothing_moved``."""
-        if self._accounts.said & {"nothing", "empty", "foreign", "nested", "unseen"}:
+        if self._accounts.said & _HIDDEN:
             return
         stats = self._accounts.counters.snapshot(self._config)
         reported = stats.kept_bytes.keys() & {KeepReason.BUDGET, KeepReason.FAILED}  # each has a warning of its own

@@ -188,6 +188,24 @@ def test_gradient_checkpointing_beside_recompute_is_refused_before_a_step(kind: 
     assert called_as_before(trainer.model)
 
 
+@pytest.mark.parametrize("kind", KINDS.values(), ids=[*KINDS])
+def test_transformers_own_offload_beside_ours_is_one_sentence(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks = torch.autograd.graph.save_on_cpu
+    pageable = hooks.__init__
+    # Theirs pins, which needs an accelerator.
+    monkeypatch.setattr(hooks, "__init__", lambda self, *_, **__: pageable(self, pin_memory=False))
+    expected = run(trainer_of(tmp_path, **checkpointing(offload=True)))
+    given = kind(eo.Offload(**fields(tmp_path)))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        found = run(trainer_of(tmp_path, given, **checkpointing(offload=True)))
+    exact(expected, found, given.offload, foreign=True)
+    (said,) = [str(one.message) for one in caught if "eager_offload" in str(one.message)]
+    assert "_kwargs={'offload': True} hides from us" in said
+    assert "on side streams and within the budget" in said
+
+
 def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     expected = run(trainer_of(tmp_path, max_steps=4))
     given = ForMixin(**fields(tmp_path), log_metrics="all")

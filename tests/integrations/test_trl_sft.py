@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,15 +70,6 @@ def test_parameters_are_equal_and_figures_beside_those_of_trl(lora: bool, tmp_pa
         assert "mean_token_accuracy" in found.owner.state.log_history[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_activation_offloading_is_warned_of(kind: Any, tmp_path: Path) -> None:
-    trainer = sft(tmp_path, kind(eo.Offload(**fields(tmp_path))), max_steps=1)
-    # Only the flag: theirs asks for an accelerator when the trainer is made, and fails where there is none.
-    trainer.args.activation_offloading = True
-    with pytest.warns(RuntimeWarning, match=r"activation_offloading=True \(TRL\).*leave that option out"):
-        trainer.train()
-
-
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """TRL's flag has this library underneath, which moves what it can to the disk."""
@@ -89,6 +81,24 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     ours.uninstall()
     ours.uninstall()
     assert trl.models.get_act_offloading_ctx_manager is not ours.get_act_offloading_ctx_manager
+
+
+@pytest.mark.parametrize("installs", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_flag_beside_ours_is_one_warning(
+    kind: Any, installs: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if installs:
+        request.getfixturevalue("installed")
+    given = kind(eo.Offload(**fields(tmp_path)))
+    trainer = sft(tmp_path, given, max_steps=4, activation_offloading=installs)
+    # Only the flag: TRL's own asks for an accelerator when the trainer is made, and fails where there is none.
+    trainer.args.activation_offloading = True
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        trainer.train()
+    (said,) = [str(one.message) for one in caught if "eager_offload" in str(one.message)]
+    assert "activation_offloading=True (TRL) hides from us" in said
+    assert "leave that option out" in said
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

@@ -1,0 +1,63 @@
+"""axolotl: a plugin and the fields of an ``OffloadConfig`` in its YAML.
+
+    plugins: [eager_offload.integrations.axolotl.EagerOffloadPlugin]
+    eager_offload: {device_budget: 60GiB}
+
+``eager_offload`` may be left out or ``{}`` for the defaults and ``EAGER_OFFLOAD_*``; ``false`` offloads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, model_validator
+
+from eager_offload import OffloadConfig
+from eager_offload.integrations.calls import missing
+from eager_offload.integrations.transformers import OffloadTrainerCallback
+
+try:
+    from axolotl.integrations.base import BasePlugin  # type: ignore[import-not-found]  # has no types
+except ImportError as error:
+    raise missing("axolotl", error) from error
+
+__all__ = ["EagerOffloadArgs", "EagerOffloadPlugin"]
+
+
+class EagerOffloadArgs(BaseModel):
+    """A base of axolotl's configuration, to which it adds one field."""
+
+    eager_offload: dict[str, Any] | bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check(cls, data: Any) -> Any:
+        given = data.get("eager_offload") if isinstance(data, Mapping) else None
+        if isinstance(given, Mapping):
+            OffloadConfig.from_given(given, {})  # raises a ConfigError, which pydantic takes for an error of the field
+        if isinstance(data, Mapping) and given is not False and data.get("activation_offloading"):
+            raise ValueError(
+                "activation_offloading beside EagerOffloadPlugin is not accepted: both use saved-tensor hooks, and "
+                "a tensor can have one of them. Leave activation_offloading out, or set eager_offload: false"
+            )
+        return data
+
+
+class EagerOffloadPlugin(BasePlugin):  # type: ignore[misc]  # has no types
+    """Gives axolotl's trainer an :class:`~eager_offload.integrations.transformers.OffloadTrainerCallback`."""
+
+    callback: OffloadTrainerCallback | None = None
+
+    def get_input_args(self) -> str:
+        return f"{__name__}.{EagerOffloadArgs.__name__}"
+
+    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[OffloadTrainerCallback]:
+        given = cfg.eager_offload
+        if given is not False:
+            self.callback = OffloadTrainerCallback(dict(given) if isinstance(given, Mapping) else None)
+        return [] if self.callback is None else [self.callback]
+
+    def post_train(self, cfg: Any, model: Any) -> None:
+        if self.callback is not None:
+            self.callback.remove()
