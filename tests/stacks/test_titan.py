@@ -39,4 +39,4 @@ def test_cuda_graphs_are_refused_by_the_name_of_their_switch() -> None:
 
 
 def test_the_command_line_takes_the_fields() -> None:
-    assert printed_by(_STEPS, "arguments", "--offload.device_budget", "60GiB").split() == ["OFFLOAD", "60GiB"]
+    assert printed_by(_STEPS, "arguments", "--offload.device_budget", "60GiB").split() == ["OFFLOAD", str(60 << 30)]
