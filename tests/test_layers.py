@@ -26,7 +26,8 @@ INTERNALS = TESTS / "internals.txt"
 PUBLIC = {f"eager_offload.{name}" for name in ("graphs", "kernels")}
 PUBLIC_MODULES = {
     *("eager_offload.__main__", "eager_offload.integrations", "eager_offload.planning"),
-    *(f"eager_offload.integrations.{name}" for name in ("accelerate", "lightning", "transformers", "trl")),
+    *(f"eager_offload.integrations.{name}" for name in ("accelerate", "lightning", "transformers")),
+    *(f"eager_offload.integrations.{name}" for name in ("torchtitan", "trl", "verl")),
 }
 
 #: Functions whose second argument names an attribute of their first.

@@ -15,10 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torchtitan.trainer import Trainer  # type: ignore[import-not-found]  # not among the development requirements
-
 from eager_offload import ConfigError, Offload, OffloadConfig
+from eager_offload.integrations.calls import missing
 from eager_offload.integrations.metrics import summarize
+
+try:
+    from torchtitan.trainer import Trainer  # type: ignore[import-not-found]  # not among the development requirements
+except ImportError as error:
+    raise missing("torchtitan", error) from error
 
 __all__ = ["OffloadTrainer"]
 

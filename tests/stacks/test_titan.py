@@ -1,4 +1,4 @@
-"""torchtitan's debug Llama with ``OffloadTrainer``: parameters after 4 steps are equal, on 1, 2 and 4 gloo ranks."""
+"""torchtitan's debug Llama with ``OffloadTrainer``: parameters after 4 steps are equal, on 1 and 2 gloo ranks."""
 
 from __future__ import annotations
 
@@ -14,28 +14,19 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 _STEPS = Path(__file__).parent / "titan_steps.py"
 
 
-def _digests(way: str, ranks: int, options: list[str]) -> list[list[str]]:
+def _digests(way: str, ranks: int) -> list[list[str]]:
     """Trains on so many ranks; returns of each the digest of its parameters, and the bytes that left and came back."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
     with ThreadPoolExecutor(ranks) as pool:
-        printed = pool.map(lambda rank: printed_by(_STEPS, way, port, str(rank), str(ranks), *options), range(ranks))
+        printed = pool.map(lambda rank: printed_by(_STEPS, way, port, str(rank), str(ranks)), range(ranks))
         return [text[text.index("DIGEST ") :].split()[1:4] for text in printed]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [
-        (1, []),
-        (2, []),
-        (2, ["pipeline_parallel_degree=2", "pipeline_parallel_schedule=1F1B"]),
-        (4, ["tensor_parallel_degree=2"]),
-    ],
-    ids=["selective checkpoints", "FSDP2", "pipeline", "FSDP2 and tensor parallel"],
-)
-def test_parameters_are_equal_and_bytes_move(ranks: int, options: list[str]) -> None:
-    expected, found = (_digests(way, ranks, options) for way in ("plain", "offload"))
+@pytest.mark.parametrize("ranks", [1, 2], ids=["selective checkpoints", "FSDP2"])
+def test_parameters_are_equal_and_bytes_move(ranks: int) -> None:
+    expected, found = (_digests(way, ranks) for way in ("plain", "offload"))
     assert [one[0] for one in found] == [one[0] for one in expected]
     assert all(int(out) > 0 and int(back) > 0 for _, out, back in found)
     assert all(one[1:] == ["0", "0"] for one in expected)
@@ -48,4 +39,4 @@ def test_cuda_graphs_are_refused_by_the_name_of_their_switch() -> None:
 
 
 def test_the_command_line_takes_the_fields() -> None:
-    assert printed_by(_STEPS, "arguments", "--offload.device_budget", "60GiB").split() == ["OFFLOAD", "60GiB"]
+    assert printed_by(_STEPS, "arguments", "--offload.device_budget", "60GiB").split() == ["OFFLOAD", str(60 << 30)]

@@ -10,11 +10,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eager_offload.integrations.calls import OffloadedCalls
-
+_OURS = "eager_offload.integrations.verl"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -37,7 +35,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     made = ModuleType("verl.workers.engine")
     made.enable_activation_offloading = import_module("verl.utils.activation_offload").enable_activation_offloading
     monkeypatch.setitem(sys.modules, made.__name__, made)
-    monkeypatch.delitem(sys.modules, "eager_offload.integrations.verl", raising=False)
+    monkeypatch.delitem(sys.modules, _OURS, raising=False)
     for name, value in {"MIN_BYTES": "1KiB", "KEEP_LAST_BYTES": "0", "DISK_PATH": str(tmp_path)}.items():
         monkeypatch.setenv(f"EAGER_OFFLOAD_{name}", value)
     return made
@@ -57,20 +55,13 @@ def test_its_switch_has_the_library_under_it(engine: ModuleType, monkeypatch: py
         return found
 
     expected = gradients()
-    ours = import_module("eager_offload.integrations.verl")  # as external_lib does
+    ours = import_module(_OURS)  # as external_lib does
     assert engine.enable_activation_offloading is ours.enable_activation_offloading
-    made: list[OffloadedCalls] = []
-    monkeypatch.setattr(ours, "OffloadedCalls", lambda *given: made.append(OffloadedCalls(*given)) or made[-1])
-    engine.enable_activation_offloading(model, "fsdp2", True)
-    engine.enable_activation_offloading(model, "fsdp2", True)
+    offload = engine.enable_activation_offloading(model, "fsdp2", True)
+    assert engine.enable_activation_offloading(model, "fsdp2", True) is offload
     found = gradients()
     assert len(expected) == len(found) > 0
     assert all(map(torch.equal, expected, found))
-    (calls,) = made
-    assert calls._offload.stats(synchronize=True).bytes_out > 0
+    assert offload.stats(synchronize=True).bytes_out > 0
     assert model.is_gradient_checkpointing  # verl's own switches it off
-    monkeypatch.setenv("EAGER_OFFLOAD", "0")
-    ours.enable_activation_offloading(nn.Linear(4, 4), "fsdp2")
-    assert len(made) == 1
-    calls.remove()
-    calls._offload.close()
+    offload.close()

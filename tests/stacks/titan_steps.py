@@ -1,7 +1,7 @@
 """Trains torchtitan's debug Llama for 4 steps on the CPU, a process for each gloo rank, and prints a digest of it.
 
-python tests/stacks/titan_steps.py plain|offload|graphs PORT RANK RANKS [key=value ...]     keys of ParallelismConfig
-python tests/stacks/titan_steps.py arguments --offload.device_budget 60GiB          prints that field
+python tests/stacks/titan_steps.py plain|offload|graphs PORT RANK RANKS
+python tests/stacks/titan_steps.py arguments --offload.device_budget 60GiB   prints that field
 """
 
 # ruff: noqa: E402  # torchtitan is imported after what it asks of torch was answered
@@ -80,7 +80,7 @@ def offload_debugmodel() -> OffloadTrainer.Config:
     return OffloadTrainer.Config.of(config_registry.llama3_debugmodel())
 
 
-def main(way: str, port: str, rank: str, ranks: str, *options: str) -> None:
+def main(way: str, port: str, rank: str, ranks: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
     os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     torch.set_num_threads(1)
@@ -93,9 +93,6 @@ def main(way: str, port: str, rank: str, ranks: str, *options: str) -> None:
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 128, 4
     config.debug.seed, config.debug.deterministic = 1, True
     config.parallelism.spmd_backend = "partial_dtensor"  # "spmd_types" shards with FSDP of a later torch
-    for option in options:
-        name, _, value = option.partition("=")
-        setattr(config.parallelism, name, int(value) if value.isdigit() else value)
     config.offload = type(config.offload)(enabled=way != "plain", tier="host", min_bytes=4096, keep_last_bytes=0)
     trainer = config.build()
     for one in [each for part in trainer.model_parts for each in part.modules() if isinstance(each, FSDPModule)]:
