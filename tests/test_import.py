@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("import")
 
 PACKAGE = Path(eo.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-INTEGRATIONS = sorted((PACKAGE / "integrations").glob("*.py"))
+INTEGRATIONS = sorted((PACKAGE / "integrations").rglob("*.py"))
 #: Everything that a user may have and that the core does not need.
 FOREIGN = {"accelerate", "expecttest", "hypothesis", "lightning", "matplotlib", "pytest", "pytorch_lightning", "rich"}
 FOREIGN |= {"pandas", "pydantic", "pydantic_core", "scipy", "torchvision", "transformers", "trl", "tyro"}
@@ -160,12 +160,14 @@ def test_what_the_package_asks_for_is_torch_with_what_that_brings_and_psutil() -
     assert roots - sys.stdlib_module_names == {"torch", "psutil", "plotly", "eager_offload"}  # figures ask for plotly
 
 
-@pytest.mark.parametrize("source", INTEGRATIONS, ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", INTEGRATIONS, ids=lambda source: str(source.relative_to(PACKAGE)))
 def test_an_integration_asks_for_its_own_framework_alone(source: Path) -> None:
     own = {source.stem} if source.stem in FOREIGN else set()
     own |= {"pytorch_lightning"} if source.stem == "lightning" else set()
     own |= {"trl", "peft", "accelerate"} if source.stem == "transformers" else set()  # what its users combine it with
     own |= {"transformers"} if source.stem == "trl" else set()  # which it is made of
+    own |= {"axolotl", "pydantic"} if source.stem == "axolotl" else set()  # whose configuration is pydantic's
+    own |= {"swift"} if source.parent.stem == "swift" else set()
     roots = {name.partition(".")[0] for name, _ in imports_of(source)}
     assert roots - sys.stdlib_module_names <= own | {"torch", "eager_offload"}
     assert list(private_names_of_torch(source)) == []
