@@ -191,7 +191,7 @@ def test_what_is_put_into_torch_is_put_there_by_one_package() -> None:
 
 def test_the_library_uses_few_private_names_of_torch() -> None:
     assert "_call_impl" in NAMES_OF_TORCH
-    assert len(NAMES_OF_TORCH) <= 63
+    assert len(NAMES_OF_TORCH) <= 64
 
 
 def imports_of(source: Path) -> Iterator[tuple[str, list[str]]]:

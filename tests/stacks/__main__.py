@@ -7,6 +7,7 @@ python -m tests.stacks huggingface -k swift   one of them, and arguments for pyt
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -29,6 +30,8 @@ def environment(name: str) -> Path:
         subprocess.run([*pip, "-c", "constraints.txt", "-e", ".[test]", *group["requirements"]], check=True, cwd=_ROOT)
         if group["alone"]:
             subprocess.run([*pip, "--no-deps", *group["alone"]], check=True, cwd=_ROOT)
+        for tests in folder.glob("lib/python*/site-packages/tests"):  # verl's, which would hide this folder
+            shutil.rmtree(tests)
         installed.write_text(wanted)
     return python
 
