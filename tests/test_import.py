@@ -25,7 +25,18 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 INTEGRATIONS = sorted((PACKAGE / "integrations").rglob("*.py"))
 #: Everything that a user may have and that the core does not need.
 FOREIGN = {"accelerate", "expecttest", "hypothesis", "lightning", "matplotlib", "pytest", "pytorch_lightning", "rich"}
-FOREIGN |= {"pandas", "pydantic", "pydantic_core", "scipy", "torchvision", "transformers", "trl", "tyro"}
+FOREIGN |= {
+    "torchtitan",
+    "verl",
+    "pandas",
+    "pydantic",
+    "pydantic_core",
+    "scipy",
+    "torchvision",
+    "transformers",
+    "trl",
+    "tyro",
+}
 
 PROGRAM = """
 import json, os, sys, threading, warnings
