@@ -431,8 +431,7 @@ def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Choose
     windows = settings.windows(lambda: device_bytes, [storage.nbytes for storage in program.storages])
     tried: set[int] = set()
     if settings.max_inflight_bytes == settings.prefetch_bytes == "auto":
-        few = (windows.inflight, windows.inflight // 2)
-        tried = {*few, *(bounded_window(one, movable, device_bytes) for one in WINDOWS)}
+        tried = {windows.inflight, *(bounded_window(one, movable, device_bytes) for one in WINDOWS)}
     rests = settings.host_budget
     states = 0 if asked.states is None else asked.states.nbytes
     problem = Problem(
