@@ -18,7 +18,7 @@ So a table that does not fit costs time and changes no bit.
 [Note: sizes that vary]
 Where a router sends other tokens to each expert, some sizes differ in every step. A step that has the saves of a table,
 and at least an eighth of their sizes, is one more of its kind: those saves vary from then on. A step whose save varies
-is told nothing of that one, and goes on in the table.
+is told nothing of that one, and goes on in the table. With a controller each size is a kind of its own.
 
 [Note: what a step teaches]
     MOVE     it was asked for no sooner than it could have been away and back: it leaves as soon as it is final
@@ -630,7 +630,7 @@ class StepTables:
                 known.times, known.misses = known.times + 1, 0
             return
         alike = next((one for one in self._known if one.facts == log.facts), None)
-        if alike is None:
+        if alike is None and self.controller is None:  # else each size has a budget's state of its own
             for one in reversed(self._known):
                 if (differ := one.others(log.facts)) is not None:
                     alike = one
