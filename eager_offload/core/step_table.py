@@ -17,7 +17,8 @@ So a table that does not fit costs time and changes no bit.
 
 [Note: sizes that vary]
 Where a router sends other tokens to each expert, some sizes differ in every step. A step that has the saves of a table,
-and at least an eighth of their sizes, is one more of its kind: those saves vary from then on. A step whose save varies
+and at least an eighth of their sizes, is one more of its kind if as many such tables as are remembered have come one
+time each: few sizes that take turns have tables of their own. Those saves vary from then on. A step whose save varies
 is told nothing of that one, and goes on in the table. With a controller each size is a kind of its own.
 
 [Note: what a step teaches]
@@ -59,6 +60,8 @@ _MOST_MISSES = 3
 _ALIKE = 3
 #: What the program kept alive is taken in one step of so many, to see whether it still does.
 _LOOK_AGAIN = 16
+#: So many steps after they were timed, two of a kind are timed again.
+_TIME_AGAIN = 64
 #: Of a step of the kind of a table, one save in so many has the same size at least.
 _SAME = 8
 #: Saves of one step: a context that is never left, with a graph that is never whole, would fill the memory.
@@ -305,6 +308,7 @@ class KnownTable:
 
     __slots__ = (
         "_shared",
+        "_timed_after",
         "facts",
         "in_vain",
         "is_timed",
@@ -331,8 +335,8 @@ class KnownTable:
         self.seen: Times | None = None
         #: The first step of it that the device was asked for the times of, until there is a second one.
         self.timed: Times | None = None
-        #: By those two: whether there were, the least windows, and the saves whose storages rest.
-        self.is_timed = False
+        #: By those two: whether there were and after how many steps, the least windows, the saves whose storages rest.
+        self.is_timed, self._timed_after = False, 0
         self.least: tuple[int, int] | None = None
         self.in_vain: frozenset[int] = frozenset()
         self._shared: tuple[float, StepTable, int] | None = None
@@ -389,8 +393,14 @@ class KnownTable:
         if self.timed is None:
             self.timed = times
             return False
-        self.seen, self._shared, self.is_timed = min(self.timed, times, key=lambda one: one.seconds), None, True
+        self.seen, self._shared = min(self.timed, times, key=lambda one: one.seconds), None
+        self.timed, self.is_timed, self._timed_after = None, True, self.times
         return True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the device is to be asked for times, again now and then: the steps before may have been slow ones."""
+        return not self.is_timed or self.times - self._timed_after >= _TIME_AGAIN
 
     def hidden_part(self) -> float:
         """Returns the part of the movable bytes that the link hides."""
@@ -402,6 +412,7 @@ class KnownTable:
         """Has the steps like it go by the least windows, if there are any; those of its bytes are the most."""
         step = self._timeline()
         window, ahead = windows.sized(step.nbytes)
+        self.least, self.in_vain = None, frozenset()
         if (found := least_windows(replace(step, window=window, ahead=ahead))) is None:
             return
         numbers = self._movable
@@ -631,11 +642,11 @@ class StepTables:
             return
         alike = next((one for one in self._known if one.facts == log.facts), None)
         if alike is None and self.controller is None:  # else each size has a budget's state of its own
-            for one in reversed(self._known):
-                if (differ := one.others(log.facts)) is not None:
-                    alike = one
-                    one.vary(log.facts, differ)
-                    break
+            like = [(one, differ) for one in self._known if (differ := one.others(log.facts)) is not None]
+            varying = [pair for pair in like if pair[0].varies]
+            if varying or (len(like) == _MOST_TABLES and max(one.times for one, _ in like) == 1):
+                alike, differ = (varying or like)[-1]
+                alike.vary(log.facts, differ)
         if log.known is not None and log.known is not alike:
             self.missed(log.known, "fewer")
             log.fraction = None

@@ -144,7 +144,7 @@ class Readings:
         if (one := self._open) is not None:
             if self._is_timed and one.log is log:
                 if not one.saves:
-                    one.is_timed = log.known is None or not log.known.is_timed
+                    one.is_timed = not self._is_free or log.known is None or not log.known.is_timed
                 if one.is_timed:
                     one.saves_at[number] = self._moment(), self._transfers.transfer_log.end
             one.saves += 1
@@ -407,7 +407,7 @@ class Keeping:
         """Times the step that begins if the last one was looked up in a table of which two are not timed yet."""
         log, timing = self._logs.get(queue), self._timing
         assert timing is not None
-        if log is not None and log.known is not None and not log.known.is_timed:
+        if log is not None and log.known is not None and log.known.is_due:
             if not timing.tells_time:
                 self._timing = None
             self.readings = self._timing
@@ -448,7 +448,7 @@ class Keeping:
             if log.fraction is not None:
                 controller.observe_waits(kind, log.fraction, one.exposed / max(one.seconds - one.exposed, 1e-12))
                 self._transfers.accounts.counters.slowdown = controller.slowdown
-        elif one.saved and one.asked and link is not None and not known.is_timed:
+        elif one.saved and one.asked and link is not None and (controller is None or not known.is_timed):
             if not known.time(log.times(one.saved, one.asked, link, self._windows)):
                 return
             if controller is None:

@@ -62,6 +62,8 @@ class OffloadTrainer(Trainer):  # type: ignore[misc]  # Trainer is Any where tor
         self.train_context = train_context  # the validator has been given the one from before
 
     def close(self) -> None:
-        super().close()
-        summarize(self.offload)
-        self.offload.close()
+        try:
+            super().close()
+        finally:
+            summarize(self.offload)
+            self.offload.close()

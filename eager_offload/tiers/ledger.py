@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 #: Seconds until a process that finds the lock taken goes on without the ledger; and between two tries.
 _PATIENCE, _PAUSE = 1.0, 0.002
+#: Seconds for which a lock that was waited for in vain is only tried.
+_IMPATIENT = 30.0
 #: The pid, the start time, an entry.
 _ROW = struct.Struct("=QQqqq")
 
@@ -69,9 +71,10 @@ class Ledger:
 
     def _join_anew(self) -> None:
         self._path: Path | None = None
-        #: Which file it was, and where the row begins in it.
-        self._inode = self._offset = 0
+        #: Which file it was, where the row begins in it, and when this process has started.
+        self._inode = self._offset = self._start = 0
         self._is_over = False
+        self._impatient_until = 0.0
 
     def after_fork(self) -> None:
         """Starts the child without a row: it joins when it takes memory."""
@@ -96,15 +99,25 @@ class Ledger:
             self._path = self._joined(group())
         while True:
             with self._open(self._path, os.O_CREAT) as file:
-                if not _lock(file, self._path):
+                patience = _PATIENCE if time.monotonic() >= self._impatient_until else 0.0
+                try:
+                    is_there = _lock(file, self._path, patience)
+                except BlockingIOError:  # whoever holds it stands still, and is not waited for each time
+                    self._impatient_until = time.monotonic() + _IMPATIENT
+                    raise
+                if not is_there:
                     continue  # its last process has removed it meanwhile
-                rows = list(_rows(file))
-                own = next((at for at, pid, *_ in rows if pid == os.getpid()), None)
-                free = (at for at, pid, *_ in rows if not pid)
-                self._offset = next(free, len(rows) * _ROW.size) if own is None else own
-                entry, made = decide([entry for at, pid, entry in rows if pid and at != own])
-                self._inode = os.fstat(file.fileno()).st_ino
-                os.pwrite(file.fileno(), _ROW.pack(os.getpid(), start, *entry), self._offset)
+                try:
+                    rows = list(_rows(file))
+                    own = next((at for at, pid, *_ in rows if pid == os.getpid()), None)
+                    free = (at for at, pid, *_ in rows if not pid)
+                    offset = next(free, len(rows) * _ROW.size) if own is None else own
+                    entry, made = decide([entry for at, pid, entry in rows if pid and at != own])
+                    os.pwrite(file.fileno(), _ROW.pack(os.getpid(), start, *entry), offset)
+                    # Not before: ``update`` writes there.
+                    self._start, self._offset, self._inode = start, offset, os.fstat(file.fileno()).st_ino
+                finally:
+                    _unlock(file)
                 return made
 
     def update(self, entry: Entry) -> None:
@@ -112,7 +125,7 @@ class Ledger:
         if self._inode and self._path is not None:
             with suppress(OSError), self._open(self._path) as file:
                 if os.fstat(file.fileno()).st_ino == self._inode:
-                    os.pwrite(file.fileno(), _ROW.pack(os.getpid(), _start_of(os.getpid()), *entry), self._offset)
+                    os.pwrite(file.fileno(), _ROW.pack(os.getpid(), self._start, *entry), self._offset)
 
     def leave(self) -> None:
         """Takes the row out as the process ends, and removes the file if no other process has a row."""
@@ -132,12 +145,15 @@ class Ledger:
 
     def _remove(self, path: Path) -> None:
         with suppress(OSError), self._open(path) as file:
-            if _lock(file, path):
-                rows = list(_rows(file))
-                for at in [at for at, pid, _ in rows if pid == os.getpid()]:
-                    os.pwrite(file.fileno(), bytes(_ROW.size), at)
-                if not {pid for _, pid, _ in rows} - {0, os.getpid()}:
-                    path.unlink()
+            if _lock(file, path, _PATIENCE):
+                try:
+                    rows = list(_rows(file))
+                    for at in [at for at, pid, _ in rows if pid == os.getpid()]:
+                        os.pwrite(file.fileno(), bytes(_ROW.size), at)
+                    if not {pid for _, pid, _ in rows} - {0, os.getpid()}:
+                        path.unlink()
+                finally:
+                    _unlock(file)
 
     def _open(self, path: Path, flags: int = 0) -> FileIO:
         """Returns the file, for a ``with`` of C: an interrupt on the way into an ``__exit__`` in Python would keep it.
@@ -158,18 +174,18 @@ class Ledger:
         return file
 
 
-def _lock(file: FileIO, path: Path) -> bool:
-    """Locks the file until it is closed; returns whether it still has its name."""
+def _lock(file: FileIO, path: Path, patience: float) -> bool:
+    """Locks the file, within so many seconds; returns whether it still has its name."""
     try:
         from fcntl import LOCK_EX, LOCK_NB, flock
     except ImportError as error:  # Windows
         raise OSError(errno.ENOSYS, "this system has no flock") from error
-    latest = time.monotonic() + _PATIENCE
+    latest = time.monotonic() + patience
     while True:
         try:
             flock(file, LOCK_EX | LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > latest:
+            if time.monotonic() >= latest:
                 raise
             time.sleep(_PAUSE)
             continue
@@ -177,6 +193,13 @@ def _lock(file: FileIO, path: Path) -> bool:
             return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(file.fileno()))
         except FileNotFoundError:
             return False
+
+
+def _unlock(file: FileIO) -> None:
+    """Unlocks the file, also for a child that was forked before this process knew its descriptor."""
+    from fcntl import LOCK_UN, flock
+
+    flock(file, LOCK_UN)
 
 
 def _rows(file: FileIO) -> Iterator[tuple[int, int, Entry]]:
@@ -188,10 +211,14 @@ def _rows(file: FileIO) -> Iterator[tuple[int, int, Entry]]:
 
 
 def _start_of(pid: int) -> int:
-    """Returns when a process has started, in ticks since the machine has; 0 where it has ended."""
+    """Returns when a process has started, in ticks since the machine has; 0 where it has ended.
+
+    Raises:
+        OSError: that cannot be read, such as where no file descriptor is free.
+    """
     try:
         with FileIO(f"/proc/{pid}/stat") as file:
             fields = file.read(4096).rpartition(b")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return 0
     return 0 if fields[:1] in ([b"Z"], [b"X"]) else int(fields[19])
