@@ -190,13 +190,13 @@ def least_windows(step: Timeline) -> Least | None:
     nbytes, final, out, back = step.nbytes, step.final, step.out * _SLOWER, step.back * _SLOWER
     before = [0, *accumulate(nbytes[number] for number in step.asks)]
     asked = [step.asked[number] for number in step.asks]
+    newest = [*accumulate(nbytes[number] for number in reversed(step.leaving))]
 
     def staying(ahead: int) -> set[int]:
-        newest = accumulate((nbytes[number] for number in reversed(step.leaving)), initial=0)
-        count = sum(one <= ahead for one in newest) - 1
-        return set(step.leaving[len(step.leaving) - count :])
+        return set(step.leaving[len(step.leaving) - bisect_right(newest, ahead) :])
 
-    leaving = [number for number in step.leaving if number not in staying(step.ahead)]
+    stays = staying(step.ahead)
+    leaving = [number for number in step.leaving if number not in stays]
     too_soon = {one for one in leaving if final[one] + nbytes[one] / out + nbytes[one] / back > step.asked[one]}
 
     def needed(ahead: int) -> float:
@@ -222,15 +222,18 @@ def least_windows(step: Timeline) -> Least | None:
                 peak = max(peak, inflight)
         return peak
 
-    low, high = 0, step.ahead
-    if needed(high) > step.window:
+    low, high, window = 0, step.ahead, needed(step.ahead)
+    if window > step.window:
         return None
     while high - low > max(high // _PARTS, 1):
         middle = (low + high) // 2
-        low, high = (low, middle) if needed(middle) <= step.window else (middle, high)
+        if (found := needed(middle)) <= step.window:
+            high, window = middle, found
+        else:
+            low = middle
     in_vain = {number for number in too_soon if final[number] + nbytes[number] / step.out > step.asked[number]}
     largest = max((nbytes[number] for number in leaving if number not in in_vain), default=1)
-    return Least(max(int(needed(high)), 1), min(max(high, largest), step.ahead), in_vain)
+    return Least(max(int(window), 1), min(max(high, largest), step.ahead), in_vain)
 
 
 class _Reload(NamedTuple):

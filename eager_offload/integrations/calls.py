@@ -6,6 +6,7 @@ The calls are for frameworks that offer no place around forward.
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +40,13 @@ def missing(extra: str, error: Exception) -> ImportError:
         f"pip install 'eager_offload[{extra}]', or '.[{extra}]' in a checkout",
         name=getattr(error, "name", None),
     )
+
+
+def put_everywhere(package: str, name: str, old: object, new: object) -> None:
+    """Replaces ``old`` in every module of ``package`` that has imported it as ``name`` by now."""
+    for module, inside in list(sys.modules.items()):
+        if module.startswith(f"{package}.") and vars(inside).get(name) is old:
+            setattr(inside, name, new)
 
 
 def offload_from(given: Given, fields: Mapping[str, Any] | None = None) -> Offload:

@@ -11,7 +11,6 @@ Settings come from ``EAGER_OFFLOAD_*``. ``GRPOTrainer`` and ``RLOOTrainer`` have
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from eager_offload import Offload, OffloadConfig
 from eager_offload.core.modules import ModuleCall, in_no_offload
 from eager_offload.errors import warn
-from eager_offload.integrations.calls import missing
+from eager_offload.integrations.calls import missing, put_everywhere
 from eager_offload.integrations.transformers import OffloadTrainerCallback
 
 try:
@@ -90,19 +89,12 @@ def install() -> None:
     """Puts this library under ``activation_offloading=True`` of trainers that are made from now on. Idempotent."""
     if not _replaced:
         _replaced.append(getattr(trl.models, _NAME))
-        _put(_replaced[0], get_act_offloading_ctx_manager)
+        put_everywhere("trl", _NAME, _replaced[0], get_act_offloading_ctx_manager)
         _CALLBACKS.append(_Report)
 
 
 def uninstall() -> None:
     """Restores what :func:`install` has replaced; trainers that were made in between keep what they have."""
     if _replaced:
-        _put(get_act_offloading_ctx_manager, _replaced.pop())
+        put_everywhere("trl", _NAME, get_act_offloading_ctx_manager, _replaced.pop())
         _CALLBACKS.remove(_Report)
-
-
-def _put(old: Any, new: Any) -> None:
-    """Replaces TRL's name wherever it was imported."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("trl.") and vars(module).get(_NAME) is old:
-            setattr(module, _NAME, new)

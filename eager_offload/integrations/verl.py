@@ -6,13 +6,12 @@ verl imports this module before it builds a model. Settings come from ``EAGER_OF
 
 from __future__ import annotations
 
-import sys
 import weakref
 
 from torch import nn
 
 from eager_offload import Offload
-from eager_offload.integrations.calls import OffloadedCalls, missing, offload_from
+from eager_offload.integrations.calls import OffloadedCalls, missing, offload_from, put_everywhere
 
 try:
     import verl.utils.activation_offload as theirs  # type: ignore[import-not-found]  # not a development requirement
@@ -41,8 +40,4 @@ def enable_activation_offloading(model: nn.Module, strategy: str, enable_ckpt: b
     return _calls[model][0]
 
 
-# Under every name by which it was imported already: the engines' modules may come before this one.
-_replaced = getattr(theirs, _NAME)
-for _module in [one for name, one in sys.modules.items() if name.startswith("verl.")]:
-    if vars(_module).get(_NAME) is _replaced:
-        setattr(_module, _NAME, enable_activation_offloading)
+put_everywhere("verl", _NAME, getattr(theirs, _NAME), enable_activation_offloading)

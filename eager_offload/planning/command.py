@@ -56,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.json:
         front = {"front": [one._asdict() for one in points], "ways": [one._asdict() for one in ways]}
-        front = front if options.front else {}
-        print(json.dumps(found.to_dict() | front, indent=2))
+        print(json.dumps(found.to_dict() | (front if options.front else {}), indent=2))
     else:
         print(found)
         if points:

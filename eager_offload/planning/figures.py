@@ -78,18 +78,8 @@ def _read(kind: Any, value: Any) -> Any:
 _SHOWN = (
     *("model", "machine", "device_budget", "host_budget", "host_bytes", "policy", "fits", "peak_bytes"),
     *("step_seconds", "compute_seconds", "floor_seconds", "kept_bytes", "moved_bytes"),
-    *(
-        "fraction",
-        "window_bytes",
-        "recomputed_bytes",
-        "again",
-        "least_budget",
-        "guessed",
-        "is_compiled",
-        "shards",
-        "parts",
-        "node",
-    ),
+    *("fraction", "window_bytes", "recomputed_bytes", "again", "least_budget", "guessed", "is_compiled"),
+    *("shards", "parts", "node"),
 )
 
 #: Rows of the table; what is left is one more. Times are rough where measurements spread by more than that.

@@ -215,11 +215,11 @@ def here(settings: OffloadConfig) -> Machine:
 
     from eager_offload.runtime.accelerator import accelerator_runtime
     from eager_offload.runtime.host import host_runtime
-    from eager_offload.tiers.limits import host_headroom, ranks_here
+    from eager_offload.tiers.limits import host_part
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        device, memory_bytes = torch.device("cpu"), host_headroom().nbytes // ranks_here().number
+        device, memory_bytes = torch.device("cpu"), host_part()
     else:
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         used = accelerator_runtime().memory(device)  # other processes and the driver have some of the rest

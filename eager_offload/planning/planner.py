@@ -129,8 +129,8 @@ def plan(
         PlanError: the step depends on numbers that no trace has (train with ``device_budget=`` then, which measures),
             calls what torch does not differentiate on a CPU, such as FlexAttention, changes a tensor outside of it, or
             has a module of TorchScript; an input cannot be copied; something outside of the model holds a tensor of the
-            trace afterwards; or the shards of the model are gathered now. The text names the module
-            or the tensor. An error of the model's own comes as it is, with a note that names the module.
+            trace afterwards; or the shards of the model are gathered now. The text names the module or the tensor. An
+            error of the model's own comes as it is, with a note that names the module.
     """
     return agreed(
         lambda: asked_for(

@@ -27,7 +27,7 @@ from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
 from eager_offload.tiers.base import TIMES, LinkRates, MustGrow, Rate, Slot
 from eager_offload.tiers.forking import ForkSafeLock, Living, OwnThread, tell_after_fork
 from eager_offload.tiers.host import trim
-from eager_offload.tiers.limits import host_capacity, host_headroom, ranks_here
+from eager_offload.tiers.limits import host_capacity, host_part
 from eager_offload.tiers.memory import anonymous_slab, resident_bytes, resident_slab, view_of
 from eager_offload.tiers.pool import Pool
 
@@ -126,7 +126,7 @@ class HostRuntime(Runtime):
         return host_capacity()
 
     def free_memory(self, device: torch.device) -> int:
-        return host_headroom().nbytes // ranks_here().number  # as a device, it is the ranks' in equal parts
+        return host_part()
 
     def memory_of(self, storage: torch.UntypedStorage) -> int:
         return resident_bytes(storage.data_ptr(), storage.nbytes())

@@ -151,6 +151,11 @@ def file_size_limit(system: System | None = None) -> int | None:
     return (System() if system is None else system).process_limit("RLIMIT_FSIZE")
 
 
+def host_part() -> int:
+    """Returns the bytes of host memory that are left for this process as a device: ranks have equal parts of it."""
+    return host_headroom().nbytes // ranks_here().number
+
+
 def disk_headroom(path: Path, system: System | None = None, *, length: int = 0) -> Headroom:
     """Returns how much more this process can write to a file in the directory ``path``, and what binds.
 

@@ -56,7 +56,7 @@ def _bitsandbytes() -> tuple[nn.Module, dict[str, Tensor]]:
 
 def _torchao() -> tuple[nn.Module, dict[str, Tensor]]:
     _of("torchao")
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_  # type: ignore[import-not-found]
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     quantize_(layers, Int8WeightOnlyConfig())
