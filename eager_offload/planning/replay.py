@@ -393,6 +393,11 @@ class Chooser:
         self._replay = Replay(problems[0])
         #: Say what comes of moving a part of the bytes, with each of the windows.
         self._parts = [cache(partial(self._replay.part, problem=one)) for one in problems]
+        # A budget may be too small for the least window, and half of it still keep the link busy.
+        half = windows[0] // 2 if len(windows) > 1 else 0
+        self._halved = [cache(partial(self._replay.part, problem=replace(problem, window=half, ahead=half)))] * (
+            half > 0
+        )
         #: What was tried to keep to budgets.
         self.tried: list[Chosen] = []
 
@@ -416,7 +421,7 @@ class Chooser:
             return one.step_seconds > below  # and so is what moves more
 
         least = self._least_part(budget)
-        parts = self._parts[:: -_FEW_WINDOWS if roughly else -1]  # the larger, the faster
+        parts = [*self._halved, *self._parts][:: -_FEW_WINDOWS if roughly else -1]  # the larger, the faster
         halvings = _FEW_HALVINGS if roughly else _HALVINGS
         for part in parts:
             for one in _tried(part, lambda one: one.peak_bytes > budget, halvings, least):
