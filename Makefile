@@ -67,10 +67,11 @@ bench: $(STAMP) ## every benchmark, half an hour on 2 quiet cores; benchmarks/re
 	@status=0; for name in hooks planning compile_time cpu_train cpu_defaults; do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || status=1; done; exit $$status
 
-lint: $(STAMP) ## ruff (lint and format) and mypy --strict
+lint: $(STAMP) ## ruff (lint and format), mypy --strict, and marks of the prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tools.prose --check
 
 clean: ## remove what the targets above made
 	rm -rf .venv .venv-* build dist *.egg-info demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis .virtual_device .compiled .fake_cuda

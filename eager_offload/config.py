@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast, get_type_hints
 from urllib.parse import unquote
 
-from eager_offload.core.schedule import Windows, largest_of
+from eager_offload.core.schedule import Windows, fourth_largest
 from eager_offload.errors import ConfigError, briefly, check_names, checks_names, unknown_name
 
 MIB = 1 << 20
@@ -428,7 +428,7 @@ class OffloadConfig(_BesideFields):
             None if one == "auto" else cast(int, one) for one in (self.max_inflight_bytes, self.prefetch_bytes)
         )
         windows = Windows(inflight, prefetch, device_bytes() if None in (inflight, prefetch) else None)
-        windows.begin(sum(movable), largest_of(movable))
+        windows.begin(sum(movable), fourth_largest(movable))
         return windows
 
     def newest_bytes(self, prefetch_bytes: int) -> int:

@@ -94,13 +94,13 @@ class _Thread(threading.local):
     """The open contexts and the counts of the calling thread."""
 
     packed = 0
-    """Saved tensors given to hooks of any ``Offload``, except in ``outside``."""
+    """Saved tensors given to hooks of any ``Offload``, except in ``suspended``."""
     backwards = 0
-    """Backwards that the thread has begun, except in ``outside``."""
+    """Backwards that the thread has begun, except in ``suspended``."""
     elsewhere = 0
-    """Autograd nodes that the thread has made in ``outside``."""
+    """Autograd nodes that the thread has made in ``suspended``."""
     is_outside = False
-    """Whether it is in ``outside``."""
+    """Whether it is in ``suspended``."""
     phase: Phase | None = None
     """The part of a pipeline schedule that runs."""
 
@@ -118,7 +118,7 @@ class _Process:
     make_owner: Callable[[OffloadConfig], Owner]
     """Set by the module of ``Offload``, which is above this one."""
     backwards = 0
-    """Backwards that were begun since an ``Offload`` was made, except in ``outside``."""
+    """Backwards that were begun since an ``Offload`` was made, except in ``suspended``."""
 
     def after_fork(self) -> None:
         """Leaves the contexts that the forking thread was in to the parent."""
@@ -154,7 +154,7 @@ def current() -> Owner | None:
 #: For each text of a configuration, the owner that was entered last in any thread.
 _latest: dict[str, weakref.ref[Owner]] = {}
 #: For each text of a configuration, the owner that serves graphs run outside every context.
-_standing: dict[str, Owner] = {}
+_default_owners: dict[str, Owner] = {}
 _standing_lock = ForkSafeLock()
 
 
@@ -175,11 +175,11 @@ def serving(text: str, *, is_hooked: bool = False) -> Owner:
         latest = _latest.get(text)
         if latest is not None and (owner := latest()) is not None:
             return owner
-    standing = _standing.get(text)
+    standing = _default_owners.get(text)
     if standing is None:
         with _standing_lock.lock:
-            standing = _standing.get(text) or process.make_owner(OffloadConfig.from_text(text))
-            _standing[text] = standing
+            standing = _default_owners.get(text) or process.make_owner(OffloadConfig.from_text(text))
+            _default_owners[text] = standing
     return standing
 
 
@@ -351,7 +351,7 @@ def watch_pipelines() -> None:
 # -- contexts ---------------------------------------------------------------------------------------------------------
 
 
-class Seen(NamedTuple):
+class AutogradCounts(NamedTuple):
     """Counts of a thread: so far, or since a moment."""
 
     packed: int
@@ -359,7 +359,7 @@ class Seen(NamedTuple):
     nodes: int
 
     @classmethod
-    def so_far(cls) -> Seen:
+    def so_far(cls) -> AutogradCounts:
         """Returns the counts of the calling thread so far."""
         return cls(thread.packed, thread.backwards, autograd_sequence() - thread.elsewhere)
 
@@ -368,16 +368,16 @@ class Seen(NamedTuple):
 class Forward:
     """A forward: from where a thread enters an ``Offload`` until it is in no context of it any more."""
 
-    before: Seen
+    before: AutogradCounts
     """The counts of the thread at the beginning."""
     may_save: bool
     """Whether autograd was on at the beginning."""
     offloaded_before: int = 0
     """Bytes that the ``Offload`` had moved before."""
 
-    def seen(self) -> Seen:
+    def seen(self) -> AutogradCounts:
         """Returns the counts of the calling thread since the beginning."""
-        return Seen(*(now - then for now, then in zip(Seen.so_far(), self.before, strict=True)))
+        return AutogradCounts(*(now - then for now, then in zip(AutogradCounts.so_far(), self.before, strict=True)))
 
 
 class Context:
@@ -400,7 +400,9 @@ class Context:
         outer = entered(owner)
         #: Whether the thread was in no other context of the ``Offload``.
         self.is_outermost = outer is None
-        self.forward: Forward = Forward(Seen.so_far(), torch.is_grad_enabled()) if outer is None else outer.forward
+        self.forward: Forward = (
+            Forward(AutogradCounts.so_far(), torch.is_grad_enabled()) if outer is None else outer.forward
+        )
         #: The kinds of others' pack hooks that were put right on top of its own, one entry for each pair.
         self.above: list[object] = []
         #: The kinds that hand their tensors on to our pack hook.
@@ -462,7 +464,7 @@ class Context:
 
 
 @contextmanager
-def outside() -> Iterator[None]:
+def suspended() -> Iterator[None]:
     """Takes the calling thread out of every context, and its saves from all hooks; restores both at the end."""
     contexts, hooks = thread.contexts, list[HookFunctions]()
     packed, backwards, nodes = thread.packed, thread.backwards, autograd_sequence()

@@ -25,7 +25,7 @@ FORKED = (
     "process, do that in the process itself"
 )
 #: Warnings of the process that could not be given where they arose.
-_untold: deque[str] = deque()
+_deferred: deque[str] = deque()
 #: The keys of ``warn_once`` for warnings of which the process needs one.
 said_in_process: set[str] = set()
 
@@ -225,12 +225,12 @@ def warn(message: str) -> None:
     """
     _, frame = users_frame()
     if frame.f_globals.get("__name__", "").split(".")[0] in _INNER:
-        _untold.append(message)
+        _deferred.append(message)
         return
     try:
         _warn(message)
     except Exception:
-        _untold.append(message)
+        _deferred.append(message)
 
 
 def warn_once(key: str, message: str | Callable[[], str], said: set[str] = said_in_process) -> None:
@@ -251,9 +251,9 @@ def tell() -> None:
     Raises:
         Warning: the first of them that is still an error; the others wait for the next such line.
     """
-    while _untold:
+    while _deferred:
         try:
-            message = _untold.popleft()
+            message = _deferred.popleft()
         except IndexError:  # another thread was faster
             return
         _warn(message)

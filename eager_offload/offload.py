@@ -42,8 +42,8 @@ from eager_offload.errors import (
 )
 from eager_offload.marks import no_offload
 from eager_offload.observe.advice import advise
-from eager_offload.observe.in_vain import InVain
 from eager_offload.observe.memory import Held, watch
+from eager_offload.observe.no_effect import NoEffectWarnings
 from eager_offload.observe.report import describe
 from eager_offload.observe.trace import Tracing
 from eager_offload.planning.settings import PlanSettings, fraction_of, settings_of
@@ -119,7 +119,7 @@ class Offload:
         if self.config.enabled:
             with without_caller_modes():
                 self._offloaders.open_disk()
-            self._in_vain.expect_use()
+            self._no_effect.expect_use()
             watch.put_on()
 
     def _begin(
@@ -143,7 +143,7 @@ class Offload:
         self._hook_pair = hook_pair(self.config_key)
         #: Whether ``_prepare_for_compiled_code`` has run.
         self._serves_compiled_code = False
-        self._in_vain = InVain(self.config, self._accounts)
+        self._no_effect = NoEffectWarnings(self.config, self._accounts)
         self._matched = MatchedModules()
         _alive.add(self)
 
@@ -175,14 +175,14 @@ class Offload:
     # -- copies: new objects of the same configuration --------------------------------------------------------------
 
     def __copy__(self) -> Self:
-        self._in_vain.is_used()
+        self._no_effect.is_used()
         copied = self._another()
         copied._matched = self._matched.copy()
         copied._add(self._added(copied))
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        self._in_vain.is_used()
+        self._no_effect.is_used()
         copied = memo[id(self)] = self._another()
         copied._matched = self._matched.copy(memo)
         copied._add(copy.deepcopy(self._added(copied), memo))
@@ -194,7 +194,7 @@ class Offload:
                 f"an Offload with a runtime of its own ({type(self._offloaders.given_runtime).__name__}) cannot be "
                 "pickled, since that belongs to this process: pickle its config, and make one from that"
             )
-        self._in_vain.is_used()
+        self._no_effect.is_used()
         return self.config, self._offloaders.around_tier, self._added(self._another())
 
     def __setstate__(self, state: tuple[OffloadConfig, Callable[[Tier], Tier] | None, _Added]) -> None:
@@ -229,7 +229,7 @@ class Offload:
     def __enter__(self) -> Self:
         if not self.config.enabled:
             return self
-        self._in_vain.is_used()
+        self._no_effect.is_used()
         if (patterns := self.config.patterns) and not self._matched.begin():
             named = " and ".join(f"{field}={list(own)}" for field, own in patterns.items())
             raise ConfigError(
@@ -308,8 +308,8 @@ class Offload:
         with without_caller_modes(), self._accounts.lock:
             if not is_failed:
                 if is_over:
-                    self._in_vain.look_at(context.forward, self._matched, is_own=hooks.thread.packed > 0)
-                self._in_vain.saw_foreign_hooks(context.hiding())
+                    self._no_effect.look_at(context.forward, self._matched, is_own=hooks.thread.packed > 0)
+                self._no_effect.saw_foreign_hooks(context.hiding())
             elif is_over:
                 counters = self._accounts.counters
                 counters.failed_forwards += 1
@@ -362,7 +362,7 @@ class Offload:
             raise OffloadError(f"{what} is not accepted: hold takes a tensor that was made outside of inference mode")
         if not self.config.enabled:
             return HeldTensor(stays(tensor))
-        self._in_vain.is_used()
+        self._no_effect.is_used()
         self.refuse_reentry()
         if self._hooks.thread.captured is None and self._offloaders.is_capturing():
             raise captured("a tensor was held")
@@ -382,7 +382,7 @@ class Offload:
         """
         if not self.config.enabled:
             return stays, contexts.unpack
-        self._in_vain.is_used()
+        self._no_effect.is_used()
         return contexts.PackHook(self.config_key, self), contexts.unpack
 
     def held(self) -> Held:
@@ -428,11 +428,11 @@ class Offload:
 
     def expect_no_use(self) -> None:
         """Suppresses the warning that nothing of this object was used: another object decides whether it is."""
-        self._in_vain.is_used()
+        self._no_effect.is_used()
 
     def expect_to_be_hidden(self, message: str | None = None) -> None:
         """Warns once with ``message``, if any, in place of all that shows of other hooks inside of this context."""
-        self._in_vain.is_hidden(message)
+        self._no_effect.is_hidden(message)
 
     def skip_in_one_of(self, model: torch.nn.Module) -> None:
         """Does what :meth:`skip_in` does for one of several models, where each pattern has to match in one of them."""
@@ -499,7 +499,7 @@ class Offload:
                 'backend="eager_offload" is not accepted here, since it has a configuration of its own: leave it out, '
                 'or call torch.compile(model, backend="eager_offload", options={...})'
             )
-        self._in_vain.is_used()
+        self._no_effect.is_used()
         if self.config.enabled:
             from eager_offload.compile.order import with_pass
 
@@ -531,7 +531,7 @@ class Offload:
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that runs ``call`` in a ``with`` of this object."""
-        self._in_vain.is_used()
+        self._no_effect.is_used()
 
         @wraps(call)
         def around(*arguments: Any, **named: Any) -> Any:
@@ -592,7 +592,7 @@ class Offload:
         with without_caller_modes(), self._accounts.lock:
             self._offloaders.poll()
             self._offloaders.restart_counters()
-            self._in_vain.forwards = 0
+            self._no_effect.forwards = 0
             if contexts.entered(self) is not None or any(
                 any(offloader.census()) for offloader in self._offloaders.all()
             ):
@@ -641,7 +641,7 @@ class Offload:
         wanted = parse_size(nbytes, "nbytes")
         if not self.config.enabled:
             return
-        self._in_vain.is_used()
+        self._no_effect.is_used()
         self.refuse_reentry()
         if self._offloaders.is_capturing():
             raise captured("host memory was reserved")
@@ -659,7 +659,7 @@ class Offload:
             OffloadError: a signal handler or the like calls it during a call of the library.
         """
         self.refuse_reentry()
-        self._in_vain.warn_if_unused()
+        self._no_effect.warn_if_unused()
         self._offloaders.close(self._hooks.restart)
         self._matched.end()
         if contexts.entered(self) is None:
@@ -670,7 +670,7 @@ class Offload:
                     from eager_offload.compile.order import uninstall
 
                     uninstall(self)
-            if self._in_vain.forwards:
+            if self._no_effect.forwards:
                 self.warn_if_nothing_moved()
         tell()
 
@@ -757,7 +757,7 @@ class Offload:
             moved_before: the ``offloaded_bytes`` of the stats when training began.
             because: the reason if no saved tensor was seen.
         """
-        self._in_vain.warn_if_nothing_moved(moved_before, because)
+        self._no_effect.warn_if_nothing_moved(moved_before, because)
 
 
 def _notes() -> list[str]:
@@ -769,7 +769,7 @@ def _notes() -> list[str]:
 def _made(config: OffloadConfig) -> Offload:
     """Returns an object for the whole process: a graph uses it, or whoever has asked for it."""
     made = Offload(config)
-    made._in_vain.is_used()
+    made._no_effect.is_used()
     return made
 
 

@@ -44,7 +44,7 @@ import torch  # noqa: E402  # after its caches are named
 import eager_offload as eo  # noqa: E402  # it imports torch
 from eager_offload import contexts  # noqa: E402  # after torch
 from eager_offload.errors import tell  # noqa: E402  # after torch
-from eager_offload.observe import in_vain  # noqa: E402  # after torch
+from eager_offload.observe import no_effect  # noqa: E402  # after torch
 from eager_offload.runtime.host import HostRuntime, host_runtime  # noqa: E402  # after torch
 from eager_offload.tiers.disk import (  # noqa: E402  # after torch
     DiskTier,
@@ -100,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     session.config.stash[_all_passed] = exitstatus == pytest.ExitCode.OK
-    in_vain.unused.clear()  # many tests make an Offload that they do not use
+    no_effect.unused.clear()  # many tests make an Offload that they do not use
 
 
 @pytest.hookimpl(trylast=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eager_offload.core.budget import Controller, Kind, Timeline, hidden, share
+from eager_offload.core.budget import Controller, StepClass, Timeline, hidden, share
 
 GIB = 1 << 30
 PART = st.floats(0.0, 1.0)
@@ -19,10 +19,10 @@ def timelines(draw: st.DrawFn) -> Timeline:
     """A step of which backward begins after 8 seconds, and asks in any order."""
     nbytes = draw(st.lists(st.integers(1, 100), min_size=1, max_size=12))
     final, asked = ([draw(SECONDS) for _ in nbytes] for _ in range(2))
-    asks = sorted(range(len(nbytes)), key=asked.__getitem__)
+    unpacks = sorted(range(len(nbytes)), key=asked.__getitem__)
     rates = [draw(st.sampled_from([0.5, 8.0, 100.0])) for _ in range(2)]
     windows = [draw(st.integers(1, 300)) for _ in range(2)]
-    return Timeline(nbytes, final, [8 + one for one in asked], asks, 8.0, 16.0, *rates, *windows)
+    return Timeline(nbytes, final, [8 + one for one in asked], unpacks, 8.0, 16.0, *rates, *windows)
 
 
 def moved(step: Timeline, moves: list[bool]) -> int:
@@ -79,7 +79,7 @@ class Device:
     def peak(self, fraction: float) -> int:
         return self.rest + self.kept(fraction)
 
-    def step(self, controller: Controller, kind: Kind, growth: int = 0) -> float:
+    def step(self, controller: Controller, kind: StepClass, growth: int = 0) -> float:
         """Trains one step; returns its fraction."""
         fraction = controller.fraction(kind)
         kept = self.kept(fraction)
@@ -90,7 +90,7 @@ class Device:
 @given(rest=PART, movable=PART, free=st.none() | PART)
 def test_a_budget_holds_from_the_second_step_on_and_is_used(rest: float, movable: float, free: float | None) -> None:
     device = Device(int(rest * GIB * 0.9), int((0.01 + 4 * movable) * GIB))
-    controller, kind = Controller(GIB), Kind()
+    controller, kind = Controller(GIB), StepClass()
     assert device.step(controller, kind) == 1.0, "nothing is known yet"
     if free is not None:
         controller.decide(kind, free)
@@ -104,7 +104,7 @@ def test_a_budget_holds_from_the_second_step_on_and_is_used(rest: float, movable
 @given(growth=st.integers(0, GIB // 4), late=st.booleans())
 def test_memory_that_grows_makes_more_move(growth: int, late: bool) -> None:
     device, controller = Device(GIB // 4, GIB), Controller(GIB)
-    kind = Kind()
+    kind = StepClass()
     for _ in range(4):
         device.step(controller, kind)
     device.step(controller, kind, 0 if late else growth)
@@ -115,7 +115,7 @@ def test_memory_that_grows_makes_more_move(growth: int, late: bool) -> None:
 
 
 def test_two_steps_in_a_row_that_stall_reduce_what_is_free_by_a_quarter_and_one_does_not() -> None:
-    controller, kind, other = Controller(None, 1.0, is_free=True), Kind(), Kind()
+    controller, kind, other = Controller(None, 1.0, is_free=True), StepClass(), StepClass()
     controller.observe_waits(kind, 1.0, 0.5)
     assert controller.fraction(kind) == 1.0, "it is not decided yet"
     controller.decide(kind, 0.8)
@@ -124,13 +124,18 @@ def test_two_steps_in_a_row_that_stall_reduce_what_is_free_by_a_quarter_and_one_
     controller.observe_waits(kind, 1.0, 0.03)  # which was begun before it was decided
     assert controller.fraction(kind) == 0.8
     controller.observe_waits(kind, 0.8, 0.03)
-    assert controller.fraction(kind) == controller.fraction(other) == controller.fixed().fraction(Kind()) == 0.8 * 0.75
+    assert (
+        controller.fraction(kind)
+        == controller.fraction(other)
+        == controller.fixed().fraction(StepClass())
+        == 0.8 * 0.75
+    )
     assert controller.slowdown == 0.03
 
 
 def test_a_peak_that_is_known_from_above_frees_nothing_and_fills_what_is_left() -> None:
     device, controller = Device(GIB // 2, GIB), Controller(GIB)
-    kind = Kind()
+    kind = StepClass()
     controller.observe_memory(kind, GIB * 3 // 4, 0, device.movable, 0, is_exact=False)
     fraction = controller.fraction(kind)
     assert 0.7 <= fraction <= 0.8

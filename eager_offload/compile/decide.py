@@ -38,8 +38,8 @@ from eager_offload.core.schedule import Windows
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import OffloadError
 from eager_offload.planning.machine import UNKNOWN_BANDWIDTH, Machine, disk_link, link_of, machine_of
-from eager_offload.planning.program import Op, Problem, Program, Storage, living
-from eager_offload.planning.replay import Chooser, Outcome
+from eager_offload.planning.program import Op, Problem, Program, Storage, live_bytes
+from eager_offload.planning.simulate import Outcome, PolicySearch
 from eager_offload.runtime.base import Direction
 from eager_offload.torch_private.calls import HigherOrderOperator, OpOverload, schema_of, without_dispatch_modes
 from eager_offload.torch_private.memory import hint, tree_iter, tree_map
@@ -327,7 +327,7 @@ def problem_of(
     names = [name for _, name in storages]
     ops = tuple(Op(node.name, 0, flops_of(node), traffic_of(node), is_single(node)) for node in step.nodes)
     sizes = tuple(one for one, _ in storages)
-    program = Program(("",), ops, step.forward_ops, (), (), sizes, tuple(living(count, spans)))
+    program = Program(("",), ops, step.forward_ops, (), (), sizes, tuple(live_bytes(count, spans)))
     # A compiler's kernels are not launched one for each of these operators.
     seconds = program.seconds(replace(machine, launch_seconds=0.0))
     links, room = (machine.out, machine.back), (windows.inflight, windows.prefetch)
@@ -376,7 +376,7 @@ def decided(
     device, text = next(iter(movable.values())).bases[0].meta["val"].device, config.to_text()
     out, back = (bandwidth_of(device, direction, text) for direction in (Direction.OUT, Direction.IN))
     problem, names = problem_of(step, movable, windows, replace(machine_of(device), out=out, back=back))
-    chooser = Chooser(problem)
+    chooser = PolicySearch(problem)
     if fraction is not None:
         found = chooser.share(fraction)
     else:

@@ -39,7 +39,7 @@ _LEADING_BITS = 5
 _OTHERS = (
     *("config.py", "marks.py", "runtime/base.py", "tiers/memory.py"),
     *(f"core/{name}.py" for name in ("budget", "schedule", "selection")),
-    *(f"planning/{name}.py" for name in ("machine", "program", "replay")),
+    *(f"planning/{name}.py" for name in ("machine", "program", "simulate")),
     *(f"torch_private/{name}.py" for name in ("__init__", "autograd", "calls", "inductor", "memory")),
 )
 

@@ -183,7 +183,7 @@ def move_out(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: 
                 host = _over(memory, source, stands_for)
                 record, storage = stands_for.record, source.untyped_storage()
                 transfer = Transfer(slot, stands_for.nbytes, record.counters, record, storage)
-                transfers.hold(transfer.nbytes, transfer)
+                transfers.add_resident(transfer.nbytes, transfer)
                 stream = transfers.runtime.current_stream(transfers.device)
                 transfers.offload(flat_bytes(source), slot, stream, transfer, at_once=True)
                 stands_for.transfer = transfer
@@ -301,7 +301,7 @@ def bring_back(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
                 "eager_offload::offload(..., wait=False) and the reload of its result"
             )
         if stands_for.record.state is not KEPT:
-            stands_for.record.ask(resident=False)
+            stands_for.record.on_unpack(resident=False)
         with suppress(torch.OutOfMemoryError, MemoryError):
             found = _start_reload(transfers, stands_for, what)
     if found is None:
@@ -355,7 +355,7 @@ def _wait_for_reload(arriving: _Arriving) -> None:
         except OffloadError as error:  # not where the wait is interrupted: the copy goes on, into what it keeps alive
             failure = error
         with offloader.lock, offloader.locked() as transfers:
-            transfers.take_up(transfer)
+            transfers.mark_consumed(transfer)
         if failure is not None:
             raise failure
     arriving.is_pending = False

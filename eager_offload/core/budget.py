@@ -56,9 +56,9 @@ class Timeline:
     """Of each storage."""
     final: Sequence[float]
     """When each may leave."""
-    asked: Sequence[float]
+    unpacked_at: Sequence[float]
     """When each is asked for first."""
-    asks: Sequence[int]
+    unpacks: Sequence[int]
     """Those that are asked for, in that order."""
     turn: float
     """When backward begins."""
@@ -81,13 +81,13 @@ class Timeline:
     def called(self) -> list[float]:
         """When each is brought back at the earliest: the look-ahead, which what stays takes a part of, comes to it."""
         called, first, between = [self.turn] * len(self.nbytes), 0, 0
-        for at, number in enumerate(self.asks):
+        for at, number in enumerate(self.unpacks):
             between += self.nbytes[number]
             while between > self.ahead and first < at:
-                between -= self.nbytes[self.asks[first]]
+                between -= self.nbytes[self.unpacks[first]]
                 first += 1
             if first:
-                called[number] = self.asked[self.asks[first - 1]]
+                called[number] = self.unpacked_at[self.unpacks[first - 1]]
         return called
 
     @cached_property
@@ -141,7 +141,7 @@ def hidden(step: Timeline, pace: float = 1.0) -> list[bool]:
     leaving, inflight, free, waited = deque[tuple[float, int]](), 0, -math.inf, 0.0
     queue: list[_Reload] = []
     for number in step.leaving:
-        nbytes, asked, now = step.nbytes[number], step.asked[number], step.final[number] + waited
+        nbytes, unpacked_at, now = step.nbytes[number], step.unpacked_at[number], step.final[number] + waited
         while leaving and leaving[0][0] <= now:
             inflight -= leaving.popleft()[1]
         over, begins = inflight + nbytes - step.window, now
@@ -150,13 +150,15 @@ def hidden(step: Timeline, pace: float = 1.0) -> list[bool]:
                 break
             over, begins = over - freed, gone
         waits, gone = waited + begins - now, max(free, begins) + nbytes / out
-        place = bisect_right(queue, -asked, key=lambda one: -one.asked)  # the end, where backward asks in reverse
+        place = bisect_right(
+            queue, -unpacked_at, key=lambda one: -one.unpacked_at
+        )  # the end, where backward asks in reverse
         after = queue[place:]
         del queue[place:]
-        queue.append(_reload(queue, asked, nbytes / back, step.called[number]))
+        queue.append(_reload(queue, unpacked_at, nbytes / back, step.called[number]))
         for one in after:
-            queue.append(_reload(queue, one.asked, one.seconds, one.called))
-        if waits + queue[-1].late <= allowed and gone + nbytes / back <= asked + allowed:
+            queue.append(_reload(queue, one.unpacked_at, one.seconds, one.called))
+        if waits + queue[-1].late <= allowed and gone + nbytes / back <= unpacked_at + allowed:
             moves[number] = True
             leaving.append((gone, nbytes))
             inflight, free, waited = inflight + nbytes, gone, waits
@@ -188,8 +190,8 @@ def least_windows(step: Timeline) -> Least | None:
     A link is taken to be slower than it is, and its copies to be noticed late.
     """
     nbytes, final, out, back = step.nbytes, step.final, step.out * _SLOWER, step.back * _SLOWER
-    before = [0, *accumulate(nbytes[number] for number in step.asks)]
-    asked = [step.asked[number] for number in step.asks]
+    before = [0, *accumulate(nbytes[number] for number in step.unpacks)]
+    unpacked_at = [step.unpacked_at[number] for number in step.unpacks]
     newest = [*accumulate(nbytes[number] for number in reversed(step.leaving))]
 
     def staying(ahead: int) -> set[int]:
@@ -197,16 +199,16 @@ def least_windows(step: Timeline) -> Least | None:
 
     stays = staying(step.ahead)
     leaving = [number for number in step.leaving if number not in stays]
-    too_soon = {one for one in leaving if final[one] + nbytes[one] / out + nbytes[one] / back > step.asked[one]}
+    too_soon = {one for one in leaving if final[one] + nbytes[one] / out + nbytes[one] / back > step.unpacked_at[one]}
 
     def needed(ahead: int) -> float:
         """Returns the most bytes on their way out; without end where ``ahead`` is too little."""
         left_out = staying(ahead) | too_soon
         begins, latest = dict[int, float](), math.inf
-        for place in reversed(range(len(asked))):
-            if (number := step.asks[place]) not in left_out:
-                begins[number] = latest = min(latest, asked[place]) - nbytes[number] / back
-                called = bisect_right(asked, latest)
+        for place in reversed(range(len(unpacked_at))):
+            if (number := step.unpacks[place]) not in left_out:
+                begins[number] = latest = min(latest, unpacked_at[place]) - nbytes[number] / back
+                called = bisect_right(unpacked_at, latest)
                 if called == 0 or before[place + 1] - before[called] > max(ahead, nbytes[number]):
                     return math.inf
         copies, inflight, peak, free = deque[tuple[float, int]](), 0, 0, -math.inf
@@ -231,7 +233,7 @@ def least_windows(step: Timeline) -> Least | None:
             high, window = middle, found
         else:
             low = middle
-    in_vain = {number for number in too_soon if final[number] + nbytes[number] / step.out > step.asked[number]}
+    in_vain = {number for number in too_soon if final[number] + nbytes[number] / step.out > step.unpacked_at[number]}
     largest = max((nbytes[number] for number in leaving if number not in in_vain), default=1)
     return Least(max(int(window), 1), min(max(high, largest), step.ahead), in_vain)
 
@@ -239,7 +241,7 @@ def least_windows(step: Timeline) -> Least | None:
 class _Reload(NamedTuple):
     """A storage in the queue back, in which the last to be asked for is the first."""
 
-    asked: float
+    unpacked_at: float
     seconds: float
     called: float
     begins: float
@@ -249,15 +251,15 @@ class _Reload(NamedTuple):
     """For how long compute waits for it and those that are asked for after it."""
 
 
-def _reload(queue: Sequence[_Reload], asked: float, seconds: float, called: float) -> _Reload:
+def _reload(queue: Sequence[_Reload], unpacked_at: float, seconds: float, called: float) -> _Reload:
     """Returns what is in front of ``queue`` if it is asked for before all of that."""
-    begins, late = (min(asked, queue[-1].begins), queue[-1].late) if queue else (asked, 0.0)
+    begins, late = (min(unpacked_at, queue[-1].begins), queue[-1].late) if queue else (unpacked_at, 0.0)
     begins -= seconds
-    return _Reload(asked, seconds, called, max(begins, called), late + max(called - begins, 0.0))
+    return _Reload(unpacked_at, seconds, called, max(begins, called), late + max(called - begins, 0.0))
 
 
 @dataclass(slots=True)
-class Kind:
+class StepClass:
     """The steps of one kind so far."""
 
     memory: float = 1.0
@@ -284,22 +286,22 @@ class Controller:
         self.slowdown = 0.0
         self._part = part
         #: The steps that nothing is known of.
-        self.unknown = Kind()
+        self.unknown = StepClass()
 
     def fixed(self) -> Controller:
         """Returns one for steps that have no time of their own, with the part that was decided last."""
         return Controller(None, self._part)
 
-    def fraction(self, kind: Kind) -> float:
+    def fraction(self, kind: StepClass) -> float:
         """Returns the part of the movable bytes that moves in a step of that kind."""
         memory = 0.0 if self.budget is None else kind.memory
         return max(memory, self._part if kind.free is None else kind.free)
 
-    def decide(self, kind: Kind, part: float) -> None:
+    def decide(self, kind: StepClass, part: float) -> None:
         """Has the link hide that part of steps of that kind, and of kinds that are not decided yet."""
         kind.free = self._part = part
 
-    def observe_waits(self, kind: Kind, fraction: float, part: float) -> None:
+    def observe_waits(self, kind: StepClass, fraction: float, part: float) -> None:
         """Learns from the part of a step for which compute waited; ``fraction``: with which the step was begun."""
         if kind.free is None or fraction != kind.free:
             return  # memory asked for more, or it was begun before a change
@@ -309,7 +311,9 @@ class Controller:
             self.decide(kind, kind.free * _REDUCED)
             kind.is_stalled = False
 
-    def observe_memory(self, kind: Kind, peak: int, kept: int, movable: int, growth: int, *, is_exact: bool) -> None:
+    def observe_memory(
+        self, kind: StepClass, peak: int, kept: int, movable: int, growth: int, *, is_exact: bool
+    ) -> None:
         """Learns from the memory of a step that is over.
 
         Args:

@@ -32,7 +32,7 @@ from typing import Any, Protocol, TypeAlias
 Key: TypeAlias = Any
 
 #: In place of the autograd sequence number at pack: it is not to leave before the context is left.
-AT_THE_EXIT = sys.maxsize
+AFTER_CONTEXT = sys.maxsize
 
 
 #: Bytes: a window is hardly ever larger, and of which size it is where nothing is known.
@@ -50,7 +50,7 @@ AWAITED_WINDOWS = 4
 _UNEXPECTED = -sys.maxsize
 
 
-def largest_of(sizes: Iterable[int]) -> int:
+def fourth_largest(sizes: Iterable[int]) -> int:
     """Returns the largest size that ``_TENSORS`` of ``sizes`` have or exceed; 0 where there are fewer."""
     most = heapq.nlargest(_TENSORS, sizes)
     return most[-1] if len(most) == _TENSORS else 0
@@ -60,7 +60,7 @@ def auto_window(movable: int, largest: int, device_bytes: int | None = None) -> 
     """Returns the bytes of a window for steps that could move ``movable`` bytes. See [Note: automatic windows].
 
     Args:
-        largest: ``largest_of`` the storages that could move.
+        largest: ``fourth_largest`` the storages that could move.
         device_bytes: memory of the device; ``None`` where that is not known.
     """
     wanted = max(min(_LARGE_WINDOW, movable // _SMALL_PART), movable // _LARGE_PART, _TENSORS * largest)
@@ -104,7 +104,7 @@ class Windows:
 
     def sized(self, nbytes: Sequence[int]) -> tuple[int, int]:
         """Returns the windows of a step that could move storages of those sizes, by its bytes alone."""
-        auto = auto_window(sum(nbytes), largest_of(nbytes), self._device_bytes)
+        auto = auto_window(sum(nbytes), fourth_largest(nbytes), self._device_bytes)
         return self._bounded(auto, auto)
 
     @property
@@ -172,21 +172,21 @@ class ResidentQueue:
         self.limit = limit
         #: What is in the queue weighs.
         self.nbytes = 0
-        #: Of its thread's step so far: bytes of the storages that may leave, and ``largest_of`` them.
+        #: Of its thread's step so far: bytes of the storages that may leave, and ``fourth_largest`` them.
         self.movable = self.largest = 0
         self._most: list[int] = []  # a heap of the largest of them
         #: Up to this sequence number of the thread nothing is to leave; a later one is to be asked for with ``due``.
-        self.final_after = AT_THE_EXIT
+        self.final_after = AFTER_CONTEXT
         # Oldest first. Ordered ones: to find the first of a `dict`, Python walks over all that was taken out before it.
         self._waiting: OrderedDict[Key, _Waiting] = OrderedDict()
-        self._resting: dict[Key, _Waiting] = {}  # those that stay, whatever else there is
+        self._exempt: dict[Key, _Waiting] = {}  # those that stay, whatever else there is
         #: The last save of those that are to be saved again, by its number.
         self.awaited: dict[Key, int] = {}
         #: Those that are to leave as soon as they are final: a set that remembers its order.
         self.urgent: OrderedDict[Key, None] = OrderedDict()
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._waiting or key in self._resting
+        return key in self._waiting or key in self._exempt
 
     def push(
         self,
@@ -203,7 +203,7 @@ class ResidentQueue:
         """Takes in a storage.
 
         Args:
-            packed_at: the thread's autograd sequence number, or ``AT_THE_EXIT``.
+            packed_at: the thread's autograd sequence number, or ``AFTER_CONTEXT``.
             urgent: whether it is to leave as soon as it is final, however new it is.
             weight: the bytes that it takes, where those are fewer than ``nbytes``.
             last_save: the number of the save that it waits for.
@@ -222,7 +222,7 @@ class ResidentQueue:
         waiting = _Waiting()
         waiting.nbytes, waiting.weight, waiting.packed_at = nbytes, nbytes if weight is None else weight, packed_at
         if rests:
-            waiting.weight, self._resting[key] = 0, waiting
+            waiting.weight, self._exempt[key] = 0, waiting
             return
         self._waiting[key] = waiting
         self.nbytes += waiting.weight
@@ -240,27 +240,27 @@ class ResidentQueue:
 
     def postpone(self, key: Key, packed_at: int) -> None:
         """The storage was saved again, by an operator that may still fill it."""
-        waiting = self._waiting.get(key) or self._resting[key]
+        waiting = self._waiting.get(key) or self._exempt[key]
         waiting.packed_at = max(packed_at, waiting.packed_at)
 
-    def saved_again(self, key: Key, number: int) -> None:
+    def on_resave(self, key: Key, number: int) -> None:
         """The bytes of a storage were saved again, as save ``number``."""
         if self.awaited.get(key, number + 1) <= number:
             del self.awaited[key]
             self.final_after = 0
 
-    def await_nothing(self) -> None:
+    def stop_awaiting(self) -> None:
         """What is saved again is not known any more."""
         self.awaited.clear()
         self.final_after = 0
 
-    def stay_no_longer(self) -> None:
+    def requeue_exempt(self) -> None:
         """Has the storages that rest leave as any other, the newest of all."""
-        for key, waiting in self._resting.items():
+        for key, waiting in self._exempt.items():
             waiting.weight = waiting.nbytes
             self.nbytes += waiting.weight
             self._waiting[key] = waiting
-        self._resting = {}
+        self._exempt = {}
         self.final_after = 0
 
     @property
@@ -270,7 +270,7 @@ class ResidentQueue:
 
     def discard(self, key: Key) -> int:
         """Takes a storage out, if it is here; returns its bytes."""
-        waiting = self._waiting.pop(key, None) or self._resting.pop(key, None)
+        waiting = self._waiting.pop(key, None) or self._exempt.pop(key, None)
         if waiting is None:
             return 0
         self.awaited.pop(key, None)
@@ -291,7 +291,7 @@ class ResidentQueue:
             self.awaited.pop(without, None)
             self.urgent.pop(without, None)
         for keys in (self.urgent, self._waiting if self.nbytes > self.limit else ()):
-            final_after = AT_THE_EXIT
+            final_after = AFTER_CONTEXT
             for key in keys:
                 packed_at = self._waiting[key].packed_at
                 if sequence is None or (sequence > packed_at and key not in self.awaited):
@@ -349,7 +349,7 @@ class Stored(Protocol):
 class Use:
     """One save of a storage, in the order in which its step's backward is expected to ask."""
 
-    __slots__ = ("asked", "asked_in", "following", "nbytes", "rank", "storage")
+    __slots__ = ("following", "nbytes", "rank", "storage", "unpacked_in", "unpacks")
     storage: Stored
     nbytes: int
     #: The use that is expected after this one, and the place of this one: ranks fall along the order.
@@ -357,14 +357,14 @@ class Use:
     rank: int
     #: How many times it was asked for, and by which backward the last time: another one may ask again where graphs are
     #: retained.
-    asked: int
-    asked_in: int | None
+    unpacks: int
+    unpacked_in: int | None
 
 
 class StepUses:
     """The uses of one step, by the number of the save; expected in the reverse of packing until they are arranged."""
 
-    __slots__ = ("by_number", "count", "expected", "first", "is_asked")
+    __slots__ = ("by_number", "count", "expected", "first", "is_unpacked")
 
     def __init__(self) -> None:
         self.by_number: list[Use | None] = []
@@ -373,12 +373,12 @@ class StepUses:
         #: The use that backward is expected to begin with, and where it has begun, to go on with.
         self.first: Use | None = None
         self.expected: Use | None = None
-        self.is_asked = False
+        self.is_unpacked = False
 
     def add(self, number: int, storage: Stored, nbytes: int) -> Use:
         """Takes in save ``number``, the latest."""
         use, uses = Use(), self.by_number
-        use.storage, use.nbytes, use.asked, use.asked_in = storage, nbytes, 0, None
+        use.storage, use.nbytes, use.unpacks, use.unpacked_in = storage, nbytes, 0, None
         use.following = following = self.first
         use.rank = 1 if following is None else following.rank + 1
         self.first = use
@@ -395,7 +395,7 @@ class StepUses:
                 use.following, use.rank = None, _UNEXPECTED
         count = len(self.by_number)
         arranged = [use for number in numbers if number < count and (use := self.by_number[number]) is not None]
-        self.first, self.expected, self.is_asked = arranged[0] if arranged else None, None, False
+        self.first, self.expected, self.is_unpacked = arranged[0] if arranged else None, None, False
         for rank, (use, following) in enumerate(zip(reversed(arranged), [None, *reversed(arranged)], strict=False), 1):
             use.following, use.rank = following, rank
 
@@ -462,7 +462,7 @@ class PrefetchOrder:
         self._next: Use | None = None  # that the walk comes to next
         self._lost = False  # whether the order has changed under the walk
         self._misses = 0
-        self._follows_no_order = False
+        self._order_unknown = False
 
     def forget(self, storage: Stored) -> None:
         """Ends the promises of a storage that is gone."""
@@ -477,9 +477,9 @@ class PrefetchOrder:
         """Expects the saves of a step in this order from now on; see ``StepUses.arrange``."""
         uses.arrange(numbers)
         self._lost = True
-        self._misses, self._follows_no_order = 0, False
+        self._misses, self._order_unknown = 0, False
 
-    def ask(self, uses: StepUses, use: Use, backward: int, *, again: bool = False) -> Prefetch:
+    def on_unpack(self, uses: StepUses, use: Use, backward: int, *, again: bool = False) -> Prefetch:
         """Looks ahead from ``use``, one of ``uses``, which the backward of that number asks for now.
 
         Args:
@@ -491,10 +491,10 @@ class PrefetchOrder:
         if following is not None and following.storage.is_gone:
             use.following = following = _living(following)  # so that those in between are passed over once
         if uses.first is not None:  # else the step table does not have it
-            expected = uses.expected if uses.is_asked else uses.first
+            expected = uses.expected if uses.is_unpacked else uses.first
             if self._misses or use is not expected:
                 self._judge(use, _living(expected))
-            uses.expected, uses.is_asked = following, True
+            uses.expected, uses.is_unpacked = following, True
         given_up = use if use in self._due else None
         if given_up is None and use is not self._next and use is not _living(self._next):
             for other, due in self._due.items():  # promised along another order: due by now, and late soon
@@ -502,8 +502,8 @@ class PrefetchOrder:
         if self._lost or given_up is None:
             self._next = following
             self._lost = False
-        use.asked += 1
-        use.asked_in = backward
+        use.unpacks += 1
+        use.unpacked_in = backward
         passed_over = 0
         while True:
             if given_up is not None:  # a promise ends; the storage goes if no other one needs it
@@ -520,7 +520,7 @@ class PrefetchOrder:
                 break
             if ahead.storage.is_gone:
                 pass
-            elif ahead.asked_in == backward or (self._follows_no_order and ahead.asked >= use.asked):
+            elif ahead.unpacked_in == backward or (self._order_unknown and ahead.unpacks >= use.unpacks):
                 passed_over += 1
                 if passed_over == self.PATIENCE:
                     break
@@ -530,7 +530,7 @@ class PrefetchOrder:
                     given_up = next(reversed(self._held), None)
                     if given_up is None:
                         given_up, due = next(iter(self._due.items()), (None, 0))
-                        if given_up is None or self._follows_no_order or due + self.PATIENCE >= self.unpacks:
+                        if given_up is None or self._order_unknown or due + self.PATIENCE >= self.unpacks:
                             break
                     continue  # with the same one, for which there may be room now
                 self._promise(ahead, self.unpacks + len(self._due) + 1)
@@ -558,7 +558,7 @@ class PrefetchOrder:
         else:
             self._misses = min(self._misses + 1, self.MISSES)
         if self._misses in (0, self.MISSES):
-            self._follows_no_order = self._misses > 0
+            self._order_unknown = self._misses > 0
 
     def _promise(self, use: Use, due: int) -> None:
         """Promises ``use``, which is expected by unpack ``due``."""

@@ -44,7 +44,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from eager_offload.config import size_text
-from eager_offload.core.budget import Controller, Kind, Timeline, hidden, least_windows, share
+from eager_offload.core.budget import Controller, StepClass, Timeline, hidden, least_windows, share
 from eager_offload.core.schedule import StepUses, Windows
 from eager_offload.errors import ScheduleMismatchError
 from eager_offload.stats import Accounts, KeepReason, Stage
@@ -162,17 +162,17 @@ class StepLog:
     __slots__ = (
         "ahead",
         "alive",
-        "asked_at",
-        "asks",
         "before_backward",
+        "derived",
         "facts",
         "fraction",
         "is_known",
         "kept",
         "known",
         "packed_at",
-        "taught",
         "teaches",
+        "unpacked_at",
+        "unpacks",
     )
 
     def __init__(self) -> None:
@@ -183,14 +183,14 @@ class StepLog:
         #: How many there were when the first one was asked for.
         self.before_backward = 0
         #: The saves as they were asked for, and when each was for the first time.
-        self.asks: list[int] = []
-        self.asked_at: dict[int, float] = {}
+        self.unpacks: list[int] = []
+        self.unpacked_at: dict[int, float] = {}
         #: Those whose storage was alive when it was asked for, or was not looked at, since it was before.
         self.alive: set[int] = set()
         #: The table that it was like, from its first save to its last ask; ``None`` where it was like none.
         self.known: KnownTable | None = None
         #: The table that it has taught, once its graph is gone.
-        self.taught: KnownTable | None = None
+        self.derived: KnownTable | None = None
         #: The fraction that a controller has set for it; ``None`` where it turned out to be like no table.
         self.fraction: float | None = None
         #: Whether a table began with its first save.
@@ -203,7 +203,7 @@ class StepLog:
     @property
     def kind(self) -> KnownTable | None:
         """The table of its kind; that which it has taught, once its graph is gone."""
-        return self.known if self.taught is None else self.taught
+        return self.known if self.derived is None else self.derived
 
     def times(
         self, saved: Mapping[int, float], asked: Mapping[int, float], link: Link | None, windows: Windows
@@ -249,7 +249,7 @@ class StepLog:
         known = () if before is None else before.rows
         owners = [facts[3] for facts in self.facts]
         last_saves = {owner: number for number, owner in enumerate(owners[: self.before_backward])}
-        first_asked = {owners[number]: seconds for number, seconds in reversed(self.asked_at.items())}
+        first_asked = {owners[number]: seconds for number, seconds in reversed(self.unpacked_at.items())}
         rows = []
         for number, facts in enumerate(self.facts):
             reason, last = None, last_saves.get(number, number)
@@ -273,7 +273,7 @@ class StepLog:
             ):
                 row = Row(*facts, fate, reason, last_save)
             rows.append(row)
-        order = tuple([number for number in self.asks if owners[number] not in self.alive])
+        order = tuple([number for number in self.unpacks if owners[number] not in self.alive])
         return StepTable(tuple(rows), order)
 
 
@@ -330,7 +330,7 @@ class KnownTable:
         #: How many steps were like it, and how many of the last ones in a row differed.
         self.times = self.misses = 0
         #: The state of its kind, for a controller.
-        self.kind = Kind()
+        self.kind = StepClass()
         #: Of the second step like it: the first one may have met kernels and memory that were not there yet.
         self.seen: Times | None = None
         #: The first step of it that the device was asked for the times of, until there is a second one.
@@ -509,18 +509,18 @@ class StepScript:
             log = self.logs[number] if number < len(self.logs) else StepLog()
             if len(log.facts) < len(expected.facts):
                 self._differ(f"save {len(log.facts)}", _said(expected.facts[len(log.facts)]), "none")
-            if len(log.asks) < len(expected.asks):
-                self._differ(f"unpack {len(log.asks)}", f"save {expected.asks[len(log.asks)]}", "none")
+            if len(log.unpacks) < len(expected.unpacks):
+                self._differ(f"unpack {len(log.unpacks)}", f"save {expected.unpacks[len(log.unpacks)]}", "none")
 
     def _check(self, expected: StepLog, log: StepLog, is_ask: bool) -> None:
         """Looks whether what ``log`` has last is as ``expected`` has it."""
-        number, rank = len(log.facts) - 1, len(log.asks) - 1
+        number, rank = len(log.facts) - 1, len(log.unpacks) - 1
         if not is_ask and expected.facts[number : number + 1] != log.facts[number:]:
             before = _said(expected.facts[number], log.facts[number]) if number < len(expected.facts) else "none"
             self._differ(f"save {number}", before, _said(log.facts[number], *expected.facts[number : number + 1]))
-        if is_ask and expected.asks[rank : rank + 1] != log.asks[rank:]:
-            before = f"save {expected.asks[rank]}" if rank < len(expected.asks) else "none"
-            self._differ(f"unpack {rank}", before, f"save {log.asks[rank]}")
+        if is_ask and expected.unpacks[rank : rank + 1] != log.unpacks[rank:]:
+            before = f"save {expected.unpacks[rank]}" if rank < len(expected.unpacks) else "none"
+            self._differ(f"unpack {rank}", before, f"save {log.unpacks[rank]}")
 
     def _differ(self, where: str, before: str, now: str) -> NoReturn:
         self._failure = mismatch(where, before, now, "the warm-up had", "the capture has")
@@ -627,7 +627,7 @@ class StepTables:
         if known.misses >= _MOST_MISSES and known in self._known and not self.is_frozen:
             self._known.remove(known)
 
-    def learn(self, log: StepLog, link: Link | None, windows: Windows) -> None:
+    def update(self, log: StepLog, link: Link | None, windows: Windows) -> None:
         """Takes in what a step has left behind, in place of what was known of its like.
 
         Args:
@@ -636,7 +636,7 @@ class StepTables:
         """
         if self.is_frozen or not log.teaches:
             return
-        if not log.asks:  # a graph that was dropped, from which nothing follows; or a step of which all is kept
+        if not log.unpacks:  # a graph that was dropped, from which nothing follows; or a step of which all is kept
             if (known := log.known) is not None and not known.order and known.facts == log.facts:
                 known.times, known.misses = known.times + 1, 0
             return
@@ -657,9 +657,9 @@ class StepTables:
             alike = KnownTable(table, log.facts)
         else:
             self._known.remove(alike)
-        alike.take(table, log.times(dict(enumerate(log.packed_at)), log.asked_at, link, windows))
+        alike.take(table, log.times(dict(enumerate(log.packed_at)), log.unpacked_at, link, windows))
         alike.times, alike.misses = alike.times + 1, 0
-        log.taught = alike
+        log.derived = alike
         if log.known is alike:
             self.last = self.table_of(alike)
         most = _MOST_TABLES if self.controller is None else _MOST_CONTROLLED
@@ -684,7 +684,7 @@ class StepRecord(FinalizerRecord["Step"]):
     def on_finalized(self) -> None:
         """Its thread has begun another one, and its graph is gone."""
         if (saves := self.saves()) is not None:
-            saves.learn(self)
+            saves.update(self)
 
 
 class Step:
@@ -756,14 +756,14 @@ class Step:
             The numbers of the saves in the order of need, where another order was expected.
         """
         log = self.log
-        if number in log.asked_at:
+        if number in log.unpacked_at:
             if number not in self._asked_again:
                 self._asked_again.add(number)
-                log.asks.append(number)
+                log.unpacks.append(number)
                 if self.strict is not None:
                     self.strict(log, True)
             return None
-        if not log.asks:  # more may be saved later
+        if not log.unpacks:  # more may be saved later
             log.before_backward = len(log.facts)
             # Backward begins, which tells steps apart that begin alike: by how much they save.
             facts = log.facts
@@ -772,11 +772,11 @@ class Step:
                     log.fraction = self._tables.fraction_of(whole[0])
                 self._use(whole)
             self._order = () if log.known is None else log.known.order
-        log.asks.append(number)
-        log.asked_at[number] = seconds
+        log.unpacks.append(number)
+        log.unpacked_at[number] = seconds
         if self.strict is not None:
             self.strict(log, True)
-        self.is_over = self.is_over or len(log.asked_at) >= self.uses.count
+        self.is_over = self.is_over or len(log.unpacked_at) >= self.uses.count
         if self.table is None:
             return None
         owner, order = log.facts[number][3], self._order

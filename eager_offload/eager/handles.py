@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class KeptTensor:
         return tensor
 
 
-def what_stays_of(tensor: Tensor) -> Tensor:
+def detached_for_keeping(tensor: Tensor) -> Tensor:
     """What a handle holds of a plain tensor, or a parameter, that stays.
 
     A leaf is held itself, so that `leaf.data = ...` stays visible, and as autograd does: see the note in originals.py.
@@ -105,9 +105,12 @@ class Returned(NamedTuple):
     event: Event
 
 
-#: When the copy of a storage started: while an operator saved, whose number the thread of a queue had just counted,
-#: and in which version.
-Started: TypeAlias = tuple[ResidentQueue, int | None, int]
+class CopyStart(NamedTuple):
+    """When the copy of a storage started: the queue and the sequence number of its thread, and the tensor's version."""
+
+    queue: ResidentQueue
+    sequence: int | None
+    version: int
 
 
 class StorageRecord(BytesRecord["SavedStorage"]):
@@ -142,7 +145,7 @@ class StorageRecord(BytesRecord["SavedStorage"]):
         if self.state is LEAVING and offloader.cancel_copy_of(self):
             self.stay(KeepReason.NEWEST)
         if self.reload is not None:
-            offloader.release(self.reload)
+            offloader.drop_resident(self.reload)
         self.queue = self.reload = None  # a trace may hold it
 
     def stay(self, reason: KeepReason) -> None:
@@ -221,7 +224,7 @@ class SavedStorage:
         self.aliases: list[Tensor] = []
         #: The tensor whose version counter the views share, to recognise further views of it.
         self.root: Callable[[], Tensor | None] = weakref.ref(tensor if (base := base_of(tensor)) is None else base)
-        self.started: Started | None = None
+        self.started: CopyStart | None = None
         #: How many times this storage was saved as a new one, because it might have been written in between.
         self.times_saved = 1
         #: Whether that has happened since, so that the library itself may hold what this one was copied from.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from eager_offload.contexts import unpack
-from eager_offload.eager.handles import KeptTensor, SavedView, what_stays_of
+from eager_offload.eager.handles import KeptTensor, SavedView, detached_for_keeping
 from eager_offload.eager.hooks import Packed
 from eager_offload.stats import KeepReason
 from eager_offload.torch_private.memory import version_of
@@ -51,4 +51,4 @@ def views_of(packed: Packed) -> list[SavedView]:
 
 def stays(tensor: Tensor) -> KeptTensor:
     """Returns the handle of a tensor that stays, counted nowhere: nothing is moved."""
-    return KeptTensor(what_stays_of(tensor), version_of(tensor), KeepReason.REGION)
+    return KeptTensor(detached_for_keeping(tensor), version_of(tensor), KeepReason.REGION)

@@ -16,7 +16,7 @@ from eager_offload.config import OffloadConfig
 from eager_offload.core.schedule import ResidentQueue
 from eager_offload.core.selection import is_parameter, logical_bytes, reason_to_stay
 from eager_offload.core.step_table import Step, StepTable
-from eager_offload.eager.handles import KeptTensor, SavedView, what_stays_of
+from eager_offload.eager.handles import KeptTensor, SavedView, detached_for_keeping
 from eager_offload.eager.mutations import ChangeableTensor
 from eager_offload.eager.saves import SavedTensors
 from eager_offload.eager.subclasses import WrappedTensor, pack_wrapper
@@ -44,7 +44,7 @@ from eager_offload.torch_private.memory import storage_of, version_of
 Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor
 
 #: Reasons of what takes no memory of the device because it is saved, or none that is known.
-_NOT_FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.DEVICE, KeepReason.LAYOUT})
+_UNTRACKED = frozenset({KeepReason.PARAMETER, KeepReason.DEVICE, KeepReason.LAYOUT})
 
 _sequences = itertools.count(1)
 #: Less than every sequence number: no operator that saves a tensor now may still fill it.
@@ -259,9 +259,9 @@ class Hooks:
     def _keep(self, tensor: Tensor, reason: KeepReason) -> KeptTensor:
         """The handle of a tensor that stays."""
         accounts, nbytes = self._accounts, logical_bytes(tensor)
-        held = what_stays_of(tensor)
+        held = detached_for_keeping(tensor)
         handle = KeptTensor(held, version_of(tensor), reason)
-        is_followed = reason not in _NOT_FOLLOWED
+        is_followed = reason not in _UNTRACKED
         if reason is KeepReason.SMALL:  # only a view of more is worth following to its end
             storage = storage_of(tensor) if tensor._is_view() else None  # most are none, and are not asked for theirs
             is_large = storage is not None and storage.nbytes() >= max(self._min_bytes, 1)

@@ -73,7 +73,7 @@ class Reading:
     is_exact: bool = True
     #: Saves in it that may be asked for, and asks; whether the end of its backward was seen.
     saves: int = 0
-    asks: int = 0
+    unpacks: int = 0
     is_over: bool = False
     #: Whether the stats have been told of it, beside a plan.
     is_told: bool = False
@@ -85,7 +85,7 @@ class Reading:
     #: is over, the seconds until then for which compute did not wait.
     is_timed: bool = False
     saves_at: dict[int, tuple[Moment, int]] = field(default_factory=dict)
-    asks_at: dict[int, tuple[Moment, int]] = field(default_factory=dict)
+    unpacked_at: dict[int, tuple[Moment, int]] = field(default_factory=dict)
     saved: dict[int, float] = field(default_factory=dict)
     asked: dict[int, float] = field(default_factory=dict)
     #: Seconds for which compute has waited, as far as the waits were read, and where in the log; and all seconds.
@@ -122,7 +122,7 @@ class Readings:
         #: How many saves and asks there were, and how many steps were read.
         self._calls = self._steps = 0
         #: How many asks the last step had.
-        self._asks = 1
+        self._unpacks = 1
         #: Whether the step that goes on is looked at once before it ends.
         self._watches = False
         self._open: Reading | None = None
@@ -154,11 +154,11 @@ class Readings:
     def note_ask(self, log: StepLog, number: int) -> None:
         """That save of the step of ``log`` is asked for."""
         if (one := self._open) is not None:
-            if one.is_timed and one.log is log and number not in one.asks_at:
-                one.asks_at[number] = self._moment(), self._transfers.transfer_log.end
-            is_last = one.asks + 1 == one.saves
-            is_due = is_last or (self._watches and one.asks == self._steps % self._asks)
-            one.asks += 1
+            if one.is_timed and one.log is log and number not in one.unpacked_at:
+                one.unpacked_at[number] = self._moment(), self._transfers.transfer_log.end
+            is_last = one.unpacks + 1 == one.saves
+            is_due = is_last or (self._watches and one.unpacks == self._steps % self._unpacks)
+            one.unpacks += 1
             if self._is_sampled() or is_due:
                 self._look(one)
             one.is_over |= is_last
@@ -239,7 +239,7 @@ class Readings:
             one.exposed = sum(waited for _, waited in one.waits_at) / (1 + len(one.others))
             one.seconds = seconds
             one.saved = self._without_waits(one, one.saves_at)
-            one.asked = self._without_waits(one, one.asks_at)
+            one.asked = self._without_waits(one, one.unpacked_at)
             yield self._over.popleft()
 
     def _without_waits(self, one: Reading, moments: dict[int, tuple[Moment, int]]) -> dict[int, float]:
@@ -254,7 +254,7 @@ class Readings:
 
     def _close(self, one: Reading, memory: DeviceMemory | None, now: Moment) -> None:
         """``one`` is over."""
-        self._asks = min(max(one.asks, 1), _ROUND)
+        self._unpacks = min(max(one.unpacks, 1), _ROUND)
         if memory is not None and one.memory is not None:
             # Later it may be what another thread has going.
             one.growth = memory.used - one.memory.used if self._steps < _FIRST else 0
@@ -429,7 +429,7 @@ class Keeping:
         kept = one.log.kept
         if one.peak > budget:
             for queue in self._queues:  # what was to stay leaves, unless backward comes first
-                queue.stay_no_longer()
+                queue.requeue_exempt()
             why = partial(self._why, one.peak, budget) if kept == 0 else None
             self._transfers.accounts.fall_back("over_budget", why)
         if (known := one.log.kind) is not None:

@@ -16,11 +16,11 @@ from torch import Tensor
 from eager_offload import marks
 from eager_offload.core.schedule import Prefetch, PrefetchOrder, ResidentQueue
 from eager_offload.eager.gather import gather, scatter
-from eager_offload.eager.handles import Returned, SavedStorage, SavedView, StorageRecord
+from eager_offload.eager.handles import CopyStart, Returned, SavedStorage, SavedView, StorageRecord
 from eager_offload.eager.keeping import Keeping
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
-from eager_offload.engine.transfers import FoundSlot, Lack
+from eager_offload.engine.transfers import ReservedSlot, Shortage
 from eager_offload.marks import Mark
 from eager_offload.runtime.base import Event, Stream
 from eager_offload.stats import KeepReason
@@ -43,7 +43,9 @@ class Moves:
 
     # -- out --------------------------------------------------------------------------------------------------------
 
-    def start_due(self, queue: ResidentQueue, sequence: int | None, found: FoundSlot | None = None) -> Lack | None:
+    def start_due(
+        self, queue: ResidentQueue, sequence: int | None, found: ReservedSlot | None = None
+    ) -> Shortage | None:
         """Starts what has to leave ``queue`` now; see ``ResidentQueue.due``.
 
         Args:
@@ -72,7 +74,7 @@ class Moves:
                 reason = KeepReason.MARKED
             else:
                 at_hand = offloader.slot_for(area.moved, found)
-                if isinstance(at_hand, Lack):
+                if isinstance(at_hand, Shortage):
                     return at_hand
                 slot = at_hand
                 if slot is None:
@@ -82,7 +84,7 @@ class Moves:
                 if marks.standing:  # a mark is in force until the copy starts
                     marks.clear_mark(storage)
             record.queue, following = None, queue.due(sequence, without=record)
-            saved.started = queue, sequence, version_of(saved.aliases[0])
+            saved.started = CopyStart(queue, sequence, version_of(saved.aliases[0]))
             if slot is None or reason is not None:
                 self._stay(saved, reason or KeepReason.BUDGET)
                 record = following
@@ -95,7 +97,7 @@ class Moves:
                 offloader.offload(source, slot, saved.stream, transfer, key=record.key)
             else:
                 transfer = Transfer(slot, area.nbytes + area.moved, counters, record)
-                offloader.hold(area.moved, transfer)
+                offloader.add_resident(area.moved, transfer)
                 # The stream may still have to gather when the handle, and with it the source, goes.
                 offloader.offload(gathered, slot, saved.stream, transfer, keepalive=storage, key=record.key)
             record = following
@@ -136,13 +138,13 @@ class Moves:
                 if record.state is LEAVING or record.state is WAITING:
                     self._keep(saved)
                 if record.state is not KEPT:
-                    record.ask(resident=transfer is None)
+                    record.on_unpack(resident=transfer is None)
                 expected = step.asked(view.number, runtime.timestamp())
                 if expected is not None:  # other than before
                     order.arrange(step.uses, expected)
                 backward = current_backward()
                 again = transfer is not None and transfer is record.reload and backward >= 0 and keeps_graph()
-                plan = order.ask(step.uses, view.use, backward, again=again)
+                plan = order.on_unpack(step.uses, view.use, backward, again=again)
                 if plan.drop or plan.bring:
                     self._follow(plan, record)
             if transfer is None:
@@ -158,7 +160,7 @@ class Moves:
                 offloader.wait(transfer, stream, "reload")
             with offloader.lock:
                 if has_waited:
-                    offloader.take_up(transfer)
+                    offloader.mark_consumed(transfer)
                 # 4. Autograd owns what was reloaded from here on, unless more of it is expected to be asked for.
                 place = scatter(offloader, view, target, stream) if saved.footprint.gathered else target
                 storage, first_byte = place.untyped_storage(), int(place.storage_offset())
@@ -170,13 +172,13 @@ class Moves:
                     saved.target = record.reload = None
                 elif not is_expected:
                     self._drop(saved)  # the one on the stream of the pack, which this stream could not use
-                offloader.release(transfer)
+                offloader.drop_resident(transfer)
                 return tensor
         except BaseException:
             with offloader.lock:
                 if record.reload is transfer:
                     saved.target = record.reload = None
-                offloader.release(transfer)
+                offloader.drop_resident(transfer)
             raise
 
     def prefetch(self, view: SavedView) -> None:
@@ -261,12 +263,12 @@ class Moves:
         assert saved.slot is not None
         back = Transfer(saved.slot, saved.footprint.nbytes, saved.record.counters)
         back.event = event
-        self._offloader.hold(back.nbytes, None if is_source else back)
+        self._offloader.add_resident(back.nbytes, None if is_source else back)
         saved.target, saved.record.reload = target, back
 
     def _drop(self, saved: SavedStorage | None) -> None:
         """Lets go of what was brought back early and is not expected soon any more; a copy on its way holds its
         target."""
         if saved is not None and saved.record.reload is not None:
-            self._offloader.release(saved.record.reload)
+            self._offloader.drop_resident(saved.record.reload)
             saved.target = saved.record.reload = None

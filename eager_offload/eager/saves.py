@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.config import MIB, OffloadConfig
-from eager_offload.core.schedule import AT_THE_EXIT, AWAITED_WINDOWS, PrefetchOrder, ResidentQueue
+from eager_offload.core.schedule import AFTER_CONTEXT, AWAITED_WINDOWS, PrefetchOrder, ResidentQueue
 from eager_offload.core.selection import footprint
 from eager_offload.core.step_table import Fate, Kept, Step, StepRecord, StepScript, StepTables
 from eager_offload.eager.handles import SavedStorage, SavedView, StorageRecord
@@ -109,10 +109,10 @@ class SavedTensors:
                 self._accounts.counters.begin()
         self.begin_forward(queue)
 
-    def learn(self, record: StepRecord) -> None:
+    def update(self, record: StepRecord) -> None:
         """Takes in what a step has taught whose graph is gone; needs the lock."""
         self._steps.discard(record)
-        self.tables.learn(record.log, self.keeping.link, self._windows)
+        self.tables.update(record.log, self.keeping.link, self._windows)
 
     # -- saves ------------------------------------------------------------------------------------------------------
 
@@ -174,14 +174,14 @@ class SavedTensors:
                 if known is not None:
                     known.saved_anew = True
                     if known.record.queue is queue:  # on another stream
-                        queue.saved_again(known.record, number)
+                        queue.on_resave(known.record, number)
                 if row is not None and row.fate is Fate.KEEP:
                     if mark is not Mark.PREFER:
                         step.kept[name] = Kept(weak_storage(storage), number)
                         return KeepReason.ALIVE
                     step.log.alive.discard(number)  # it is taken against its row: whether it lives will be seen
                 if step.table is None and queue.awaited:
-                    queue.await_nothing()
+                    queue.stop_awaiting()
 
                 # 3. It is taken: its handle, and its place in the queue.
                 stream = runtime.current_stream(self.device)
@@ -214,7 +214,7 @@ class SavedTensors:
                 queue.push(
                     record,
                     area.nbytes,
-                    AT_THE_EXIT if saved.times_saved == _MOST_TIMES else packed_at,
+                    AFTER_CONTEXT if saved.times_saved == _MOST_TIMES else packed_at,
                     urgent=mark is Mark.PREFER or (moves and self.keeping.leaves_early),
                     weight=weight,
                     last_save=last_save,
@@ -349,7 +349,7 @@ class SavedTensors:
         facts = nbytes, saved.footprint.nbytes, tensor.requires_grad, owner
         step.save(facts, self._runtime.timestamp(), self.offloader.inflight_bytes)
         if record.queue is not None and saved.step is step:
-            record.queue.saved_again(record, number)
+            record.queue.on_resave(record, number)
         if self.keeping.readings is not None:
             self.keeping.readings.note_save(step.log, number)
         return SavedView(saved, tensor, step, number)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import CountedBytes, Transfer
-from eager_offload.engine.transfers import FoundSlot, Lack
+from eager_offload.engine.transfers import ReservedSlot, Shortage
 from eager_offload.errors import CaptureStateError, OffloadError, ScheduleMismatchError, reentered
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Stream
@@ -174,13 +174,13 @@ class CapturedTransfers(DeviceOffloader):
 
     # -- out --------------------------------------------------------------------------------------------------------
 
-    def slot_for(self, nbytes: int, found: FoundSlot | None) -> Slot | Lack | None:
+    def slot_for(self, nbytes: int, found: ReservedSlot | None) -> Slot | Shortage | None:
         is_full = self.inflight_bytes + nbytes > self.windows.inflight
-        if self._packing is not None or (is_full and (self._out or self._held_back)):
-            return Lack(0)
+        if self._packing is not None or (is_full and (self._out or self._queued)):
+            return Shortage(0)
         if self._slab is None:
             slot = super().slot_for(nbytes, found)
-            if isinstance(slot, Lack):
+            if isinstance(slot, Shortage):
                 return slot
         else:
             number, expected = len(self.log.found), self._slab.log.found
@@ -221,7 +221,7 @@ class CapturedTransfers(DeviceOffloader):
         """Sends the oldest copy out, but for those that ``stays`` names, and in a real step waits for it."""
         with self.lock:
             self.poll()
-            found = (transfer for transfer in self._held_back if not stays(cast(CountedBytes, transfer.record)))
+            found = (transfer for transfer in self._queued if not stays(cast(CountedBytes, transfer.record)))
             transfer = next(found, None)
             if transfer is not None:
                 self._send(transfer)
@@ -234,11 +234,11 @@ class CapturedTransfers(DeviceOffloader):
 
     def _send(self, transfer: Transfer) -> None:
         """Enqueues a copy out; in a capture compute waits for it, and its source goes."""
-        held_back = self._held_back[transfer]
+        held_back = self._queued[transfer]
         key, slot = held_back.key, held_back.slot
         assert key is not None
         self._note(CapturedCopy(key, False, slot.nbytes))
-        del self._held_back[transfer]
+        del self._queued[transfer]
         self._held_back_bytes -= transfer.moved
         if self._slab is not None:
             assert isinstance(slot, GraphSlot)
@@ -300,12 +300,12 @@ class CapturedTransfers(DeviceOffloader):
         self._events.append(transfer.event)
         return target, transfer
 
-    def release(self, transfer: Transfer) -> None:
+    def drop_resident(self, transfer: Transfer) -> None:
         """Compute waits for a copy back whose target is not needed any more, before that goes."""
-        super().release(transfer)
+        super().drop_resident(transfer)
         if transfer in self._in:
             self.runtime.wait(self._compute, transfer.event)
-            self.take_up(transfer)
+            self.mark_consumed(transfer)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ class CapturedTransfers(DeviceOffloader):
     def close(self) -> None:
         """Nothing more is copied."""
         with self.lock:
-            for transfer in list(self._held_back):
+            for transfer in list(self._queued):
                 self.cancel(transfer)
                 assert transfer.record is not None
                 transfer.record.stay(KeepReason.NEWEST)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from eager_offload.engine.transfer import CountedBytes, Transfer
 from eager_offload.engine.transfer_log import Waited
-from eager_offload.engine.transfers import FoundSlot, Lack, Transfers
+from eager_offload.engine.transfers import ReservedSlot, Shortage, Transfers
 from eager_offload.errors import OffloadError, captured, reentered
 from eager_offload.runtime.base import Event, Stream
 from eager_offload.stats import LiveBytes
@@ -59,7 +59,7 @@ class DeviceOffloader(Transfers):
         with self.lock, self.locked() as transfers:
             transfers.poll()
             used_bytes = sum(tier.used_bytes for tier in self.tiers)
-            in_flight = len(self._held_back) + len(self._out) + len(self._in)
+            in_flight = len(self._queued) + len(self._out) + len(self._in)
             if self.is_crashed:  # not all that has died is known, and bytes are not counted any more
                 alive = sum(record() is not None for record in self.records)
                 return Census(alive, in_flight, 0, used_bytes)
@@ -121,7 +121,9 @@ class DeviceOffloader(Transfers):
             self._note_no_room(nbytes, fallback)
         return None
 
-    def go_on(self, lack: Lack | None, start: Callable[[FoundSlot | None], Lack | None], *, waits: bool = True) -> None:
+    def go_on(
+        self, lack: Shortage | None, start: Callable[[ReservedSlot | None], Shortage | None], *, waits: bool = True
+    ) -> None:
         """Waits for what copies out lack, and starts them; other threads may take the room meanwhile.
 
         Args:
@@ -131,7 +133,7 @@ class DeviceOffloader(Transfers):
         while lack is not None:
             found = None
             if lack.nbytes:
-                found = FoundSlot(lack.nbytes, self.reserve(lack.nbytes))
+                found = ReservedSlot(lack.nbytes, self.reserve(lack.nbytes))
             elif not (waits and self.wait_for_room()):
                 return
             with self.lock:
@@ -223,7 +225,7 @@ class DeviceOffloader(Transfers):
 
     def holds_copies(self) -> bool:
         """Returns whether there are copies out that no stream was given yet."""
-        return bool(self._held_back)
+        return bool(self._queued)
 
     def poll_from_thread(self) -> bool:
         """``poll``, for a transfer thread: there may be no further call. ``False`` where another thread is inside.
@@ -255,14 +257,14 @@ class DeviceOffloader(Transfers):
         """The host waits until nothing is on its way out."""
         with self.lock:
             self.poll()
-            awaited = {*self._held_back, *self._out}
+            awaited = {*self._queued, *self._out}
         while awaited:
             with self.lock:
                 started = list(self._out)
             self.wait_until_over(started)
             with self.lock:
                 self.poll()
-                remaining = awaited.intersection((*self._held_back, *self._out))
+                remaining = awaited.intersection((*self._queued, *self._out))
             if len(remaining) == len(awaited):
                 return  # copies of the process that this one was forked from: they never end
             awaited = remaining

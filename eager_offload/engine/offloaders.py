@@ -317,7 +317,7 @@ def _new_pool(runtime: Runtime, *, pin_memory: bool) -> Pool:
         # Pinning costs milliseconds, and the next step needs the same slabs again: none goes back before the end.
         more = {"idle_bytes": sys.maxsize, "sizes": runtime.slab_sizes(pin_memory=pin_memory)}
     # What is pinned has to be unpinned before it is back.
-    return Pool(allocate, bound=host_bound, given_back=runtime.poll, **more)
+    return Pool(allocate, bound=host_bound, on_freed=runtime.poll, **more)
 
 
 def _bytes(budget: int | str) -> int | None:

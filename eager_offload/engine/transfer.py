@@ -117,7 +117,7 @@ class CountedBytes:
         counters.shared_bytes -= self.shared_bytes
         self.state, self.kept = KEPT, reason
 
-    def ask(self, *, resident: bool) -> None:
+    def on_unpack(self, *, resident: bool) -> None:
         """Backward asks for the bytes, which have left; they may be resident all the same."""
         if not self.asked:
             self.asked = True

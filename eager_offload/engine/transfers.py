@@ -53,7 +53,7 @@ _AHEAD_SECONDS = 1e-3
 _AHEAD_PART = 1 / 32
 
 
-class _HeldBack(NamedTuple):
+class _Queued(NamedTuple):
     """What a copy out will be made of, when its stream may have it."""
 
     source: Tensor | torch.UntypedStorage
@@ -63,7 +63,7 @@ class _HeldBack(NamedTuple):
     key: int | None
 
 
-class Lack(NamedTuple):
+class Shortage(NamedTuple):
     """What a storage that has to leave waits for."""
 
     #: Of a slot for which a tier has to grow; 0 where the window is full.
@@ -71,7 +71,7 @@ class Lack(NamedTuple):
 
 
 @dataclass(slots=True)
-class FoundSlot:
+class ReservedSlot:
     """What came of a search for a slot of ``nbytes`` bytes; nothing else holds the slot."""
 
     nbytes: int
@@ -120,7 +120,7 @@ class Transfers:
         #: Its ``append``, for the records: each would make another one.
         self.on_death = self.finalized.append
         # Ordered ones: to find the first entry of a `dict`, Python walks over all that was taken out before it.
-        self._held_back: OrderedDict[Transfer, _HeldBack] = OrderedDict()
+        self._queued: OrderedDict[Transfer, _Queued] = OrderedDict()
         self._held_back_bytes = 0
         # What is on its way, each with its keepalive; the one that started first in front.
         self._out: OrderedDict[Transfer, object] = OrderedDict()
@@ -135,7 +135,7 @@ class Transfers:
     def after_fork(self) -> None:
         """The accounts, which are older, have another lock by now; copies that no stream was given are the parent's."""
         self.lock = self.accounts.lock
-        for transfer in list(self._held_back):
+        for transfer in list(self._queued):
             self.cancel(transfer)
             assert transfer.record is not None
             transfer.record.stay(KeepReason.FAILED)
@@ -158,7 +158,7 @@ class Transfers:
 
     # -- out --------------------------------------------------------------------------------------------------------
 
-    def slot_for(self, nbytes: int, found: FoundSlot | None) -> Slot | Lack | None:
+    def slot_for(self, nbytes: int, found: ReservedSlot | None) -> Slot | Shortage | None:
         """Returns a slot for ``nbytes`` bytes that are to leave now, or what they wait for.
 
         A storage larger than the window may leave alone.
@@ -170,10 +170,10 @@ class Transfers:
         Returns:
             ``None`` where no tier has room, which is counted and warned of.
         """
-        if self.inflight_bytes + nbytes > self.windows.inflight and (self._out or self._held_back):
+        if self.inflight_bytes + nbytes > self.windows.inflight and (self._out or self._queued):
             self.poll()
-            if self.inflight_bytes + nbytes > self.windows.inflight and (self._out or self._held_back):
-                return Lack(0)
+            if self.inflight_bytes + nbytes > self.windows.inflight and (self._out or self._queued):
+                return Shortage(0)
         if found is not None:
             slot, is_for_these = found.slot, found.nbytes == nbytes
             found.slot, found.nbytes = None, 0
@@ -187,7 +187,7 @@ class Transfers:
                         self._note_tier(tier)
                     return slot
         except MustGrow:
-            return Lack(nbytes)
+            return Shortage(nbytes)
         self._note_no_room(nbytes)
         return None
 
@@ -260,11 +260,11 @@ class Transfers:
         self.inflight_bytes += transfer.moved
         if self.inflight_bytes > counters.inflight_bytes_peak:
             counters.inflight_bytes_peak = self.inflight_bytes
-        is_little = not self._held_back and self.inflight_bytes <= runtime.given_bytes
+        is_little = not self._queued and self.inflight_bytes <= runtime.given_bytes
         if at_once or is_little or not runtime.holds_copies_back:
             self._enqueue(transfer, slot, source, slot, after, "offload", key)
         else:
-            self._held_back[transfer] = _HeldBack(source, slot, after, key)
+            self._queued[transfer] = _Queued(source, slot, after, key)
             self._held_back_bytes += transfer.moved
             self._start_held_back()
 
@@ -280,29 +280,29 @@ class Transfers:
 
     def cancel(self, transfer: Transfer) -> bool:
         """Keeps a copy out from starting, so that its bytes stay; ``False`` where it has started."""
-        if self._held_back.pop(transfer, None) is None:
+        if self._queued.pop(transfer, None) is None:
             return False
         self._held_back_bytes -= transfer.moved
         self._leaving.pop(cast(CountedBytes, transfer.record), None)
         self.inflight_bytes -= transfer.moved
         transfer.counters.bytes_out -= transfer.moved
-        self.release(transfer)
+        self.drop_resident(transfer)
         return True
 
     def _start_held_back(self) -> None:
         """Gives the transfer stream as many copies as it may have."""
         if self.is_crashed:
-            self._held_back.clear()
+            self._queued.clear()
             self._held_back_bytes = 0
-        while self._held_back:
-            transfer = next(iter(self._held_back))
+        while self._queued:
+            transfer = next(iter(self._queued))
             if len(self._out) >= _ALWAYS:
                 carried = (self.out_rate.value or 0.0) * _AHEAD_SECONDS
                 ahead = min(carried, self.accounts.counters.live.without_offload * _AHEAD_PART)
                 most = max(ahead, self.runtime.given_bytes)
                 if self.inflight_bytes - self._held_back_bytes + transfer.moved > most:
                     return
-            what = self._held_back.pop(transfer)
+            what = self._queued.pop(transfer)
             self._held_back_bytes -= transfer.moved
             # See [Note: memory that is replaced].
             source = None if transfer.source is None else transfer.source()
@@ -335,7 +335,7 @@ class Transfers:
             layout: of the new memory, which is allocated on ``stream``.
             what: ``"reload"`` or ``"prefetch"``, for traces.
             after: what the copy comes after.
-            held_after: whether the new memory counts as the library's until ``release``; else until the copy is over.
+            held_after: whether the new memory counts until ``drop_resident``; else until the copy is over.
 
         Raises:
             torch.OutOfMemoryError, MemoryError: the device has no memory for it.
@@ -351,7 +351,7 @@ class Transfers:
         transfer.held_after = held_after
         self._enqueue(transfer, target, slot, slot, after, what, key)
         counters.bytes_in += slot.nbytes
-        # As in `hold`, which would be a call more.
+        # As in `add_resident`, which would be a call more.
         live = transfer.live = counters.live
         transfer.live_nbytes = layout.nbytes
         live.on_device += layout.nbytes
@@ -362,7 +362,7 @@ class Transfers:
 
     # -- either way -------------------------------------------------------------------------------------------------
 
-    def hold(self, nbytes: int, transfer: Transfer | None = None) -> None:
+    def add_resident(self, nbytes: int, transfer: Transfer | None = None) -> None:
         """The library holds ``nbytes`` bytes more on the device.
 
         Args:
@@ -377,7 +377,7 @@ class Transfers:
         if self.resident_bytes > counters.resident_bytes_peak or live.on_device > counters.device_bytes_peak:
             counters.note_resident(self.resident_bytes)
 
-    def release(self, transfer: Transfer) -> None:
+    def drop_resident(self, transfer: Transfer) -> None:
         """The library does not hold the device's bytes for ``transfer`` any more; may be called again."""
         if transfer.is_held:
             transfer.is_held = False
@@ -385,7 +385,7 @@ class Transfers:
             if transfer.live is not None:
                 transfer.live.on_device -= transfer.live_nbytes
 
-    def take_up(self, transfer: Transfer) -> bool:
+    def mark_consumed(self, transfer: Transfer) -> bool:
         """A stream waits for a reload, or its event is over: what the transfer still holds it need not hold any more.
 
         Returns:
@@ -395,7 +395,7 @@ class Transfers:
             return False
         del self._in[transfer]
         if not transfer.held_after:
-            self.release(transfer)
+            self.drop_resident(transfer)
         runtime, counters, event = self.runtime, transfer.counters, transfer.event
         counters.in_seconds += self.in_rate.add(transfer.moved, runtime.copy_seconds(event))
         counters.processor_seconds += runtime.processor_seconds(event)
@@ -418,10 +418,10 @@ class Transfers:
             if failure is None and len(used.fences) == 1 and used.fences[0].event is transfer.event:
                 used.fences = ()  # the host knows that it has passed, and no read has come
             self.complete(transfer, failure)
-        if self._held_back:
+        if self._queued:
             self._start_held_back()
         while back and runtime.query((transfer := next(iter(back))).event):
-            self.take_up(transfer)  # a failure is raised where a wait comes; if none does it harms nothing
+            self.mark_consumed(transfer)  # a failure is raised where a wait comes; if none does it harms nothing
         if log.counted.position < log.end:
             log.count_stalls()
 
@@ -486,7 +486,7 @@ class Transfers:
         assert record is not None
         self._leaving.pop(record, None)
         self.inflight_bytes -= transfer.moved
-        self.release(transfer)
+        self.drop_resident(transfer)
         counters.processor_seconds += self.runtime.processor_seconds(transfer.event)
         if failure is None:
             counters.out_seconds += self.out_rate.add(transfer.moved, self.runtime.copy_seconds(transfer.event))

@@ -4,7 +4,7 @@ trace.py      a model and its inputs -> Program: one step as numbers (program.py
               blocks.py write it down; target.py has the device's kernels and autocast, and stand_ins.py what stands for
               the model's tensors and functions
 program.py    the step as numbers: Program; with a machine and windows: Problem
-replay.py     how much of it moves, in which windows: a rule of one number, bisected; and what comes of that: the
+simulate.py   how much of it moves, in which windows: a rule of one number, bisected; and what comes of that: the
               library's schedule, replayed on numbers
 levels.py     what a block may keep of itself where it is computed again, by price; and what the step becomes then
 apply.py      puts checkpoints around modules that are computed again; verify.py compares what they save with what

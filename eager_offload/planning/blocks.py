@@ -24,7 +24,7 @@ from eager_offload.core.selection import footprint, logical_bytes, reason_to_sta
 from eager_offload.marks import Mark
 from eager_offload.planning.levels import Call, Input, Value
 from eager_offload.planning.numbers import state_of_others
-from eager_offload.planning.program import Storage, living
+from eager_offload.planning.program import Storage, live_bytes
 from eager_offload.torch_private.calls import schema_of, without_dispatch_modes
 from eager_offload.torch_private.memory import is_fake, storage_key, storage_of, tensors_in, tree_iter
 
@@ -59,7 +59,7 @@ class Block:
 class Use:
     """Whether any of the handles that lived together was asked for: graphs may be dropped while forward goes on."""
 
-    is_asked: bool = False
+    is_unpacked: bool = False
 
 
 class SavedBlock:
@@ -165,7 +165,7 @@ class Blocks:
     def ask(self, saved: SavedBlock, dtype: torch.dtype, op: int) -> Tensor:
         """A graph asks for what it has saved; returns all of the block once more, one-dimensional."""
         block = saved.block
-        saved.use.is_asked = True
+        saved.use.is_unpacked = True
         if block.asked is None:
             block.asked = op
         copy = saved.copy(dtype)
@@ -209,7 +209,7 @@ class Blocks:
             if one not in numbers:
                 ends = (one.freed, 0 if one.saved is None else one.dropped)
                 spans.append((one.nbytes, one.made, max(ops if end is None else end for end in ends)))
-        return numbers, tuple(storages), tuple(living(ops, spans))
+        return numbers, tuple(storages), tuple(live_bytes(ops, spans))
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

@@ -16,7 +16,7 @@ from eager_offload.errors import ConfigError
 from eager_offload.planning.levels import Kept
 from eager_offload.planning.machine import Machine
 from eager_offload.planning.program import Problem, Program, floor_seconds, kind_of
-from eager_offload.planning.replay import Chooser, Chosen, Outcome
+from eager_offload.planning.simulate import Candidate, Outcome, PolicySearch
 from eager_offload.planning.states import States
 from eager_offload.stats import KeepReason
 from eager_offload.version import digest
@@ -35,7 +35,7 @@ class Point(NamedTuple):
     step_seconds: float
 
     @classmethod
-    def least_of(cls, chosen: Chosen) -> Self:
+    def least_of(cls, chosen: Candidate) -> Self:
         """For the least budget that buys this."""
         return cls(chosen.peak_bytes, chosen.peak_bytes, chosen.step_seconds)
 
@@ -171,9 +171,9 @@ class PlanFigures:
         return self.peak_bytes <= self.device_budget
 
     @property
-    def living(self) -> tuple[int, ...]:
+    def live_bytes(self) -> tuple[int, ...]:
         """Bytes of the device that live while each operator of the step runs."""
-        return self.outcome.living
+        return self.outcome.live_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -257,11 +257,11 @@ class PlanFigures:
 
     @cached_property
     def _returning(self) -> frozenset[int]:
-        return frozenset(self.outcome.returned)
+        return frozenset(self.outcome.reloaded_storages)
 
     @cached_property
-    def _chooser(self) -> Chooser:
-        return Chooser(self.problem, self.windows)
+    def _chooser(self) -> PolicySearch:
+        return PolicySearch(self.problem, self.windows)
 
     @property
     def _whole(self) -> Problem:

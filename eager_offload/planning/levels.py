@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from eager_offload.eager.checkpointing import has_effects
-from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Storage, Weight, living
+from eager_offload.planning.program import Op, Program, ProgramSave, ProgramUnpack, Storage, Weight, live_bytes
 from eager_offload.stats import KeepReason
 from eager_offload.torch_private.calls import schema_of
 
@@ -248,7 +248,7 @@ def _runs(of: Recording, kept: Mixture) -> list[_Run]:
     for name in kept:
         of_save.update(dict.fromkeys(range(of.calls[name].first_save, of.calls[name].last_save), name))
     found, added = dict[str, _Run](), 0
-    for ask in program.asks:
+    for ask in program.unpacks:
         name = of_save.get(ask.save, "")
         if not name or name in found:
             continue
@@ -311,12 +311,12 @@ class _Maker:
             self.kept.update((value, number) for number, _, value in run.kept)
         #: By value, saves of it, and asks: where they come in the step without checkpoints.
         self.saves_of: dict[int, list[int]] = defaultdict(list)
-        self.asks_of: dict[int, list[ProgramAsk]] = defaultdict(list)
+        self.asks_of: dict[int, list[ProgramUnpack]] = defaultdict(list)
         for save, value in enumerate(of.saved_values):
             self.saves_of[value].append(save)
-        for ask in self.old.asks:
+        for ask in self.old.unpacks:
             self.asks_of[of.saved_values[ask.save]].append(ask)
-        for ask in self.old.asks:
+        for ask in self.old.unpacks:
             if (asking := self.run_of_save.get(ask.save)) is not None:
                 asking.gone = max(asking.gone, asking.end, self._from[ask.op] + 1)
         self.spans: list[tuple[int, int, int]] = []
@@ -347,12 +347,12 @@ class _Maker:
         weights = tuple(
             Weight(one.name, one.nbytes, one.gradient_bytes, self._from[one.gradient_made]) for one in self.old.weights
         )
-        other_bytes = tuple(living(len(self.ops), self.spans))
+        other_bytes = tuple(live_bytes(len(self.ops), self.spans))
         return replace(
             self.old,
             ops=tuple(self.ops),
             saves=tuple(saves),
-            asks=tuple(self._asks(renamed)),
+            unpacks=tuple(self._asks(renamed)),
             storages=tuple(storages),
             other_bytes=other_bytes,
             weights=weights,
@@ -410,10 +410,10 @@ class _Maker:
         is_kept: bool = False,
     ) -> _New | None:
         """Returns a storage that those saves and calls of blocks have; ``None`` where it may not move."""
-        asks = [ask for ask in self.asks_of[number] if ask.save in saves]
+        unpacks = [ask for ask in self.asks_of[number] if ask.save in saves]
         if value.storage < 0 and (saves or not given or any(one.reason is not None for _, one in given)):
             return None
-        if freed > min([*(run.asked for run, _ in given), *(ask.op for ask in asks)], default=-1):
+        if freed > min([*(run.asked for run, _ in given), *(ask.op for ask in unpacks)], default=-1):
             return None
         old = None if value.storage < 0 else self.old.storages[value.storage]
         new = self.new[number] = _New(value, freed, value.nbytes if is_kept else 0)
@@ -424,7 +424,7 @@ class _Maker:
         for save in saves:
             run = self.run_of_save.get(save)
             new.save(self.old.saves[save].op if run is None else run.call.begin)
-        for ask in asks:
+        for ask in unpacks:
             run = self.run_of_save.get(ask.save)
             dropped = self._until[value.end] if is_last else self._from[ask.op] + 1
             new.ask(self._from[ask.op] if run is None else run.start, dropped)
@@ -464,19 +464,19 @@ class _Maker:
                 add(save, one.node, one, self.of.saved_values[save])
         return found, numbers, renamed
 
-    def _asks(self, renamed: Mapping[object, int]) -> Iterable[ProgramAsk]:
+    def _asks(self, renamed: Mapping[object, int]) -> Iterable[ProgramUnpack]:
         """Yields them in order."""
         begun, added = set[int](), 0
-        for ask in self.old.asks:
+        for ask in self.old.unpacks:
             run = self.run_of_save.get(ask.save)
             if run is None:
-                yield ProgramAsk(renamed[ask.save], ask.op + added)
+                yield ProgramUnpack(renamed[ask.save], ask.op + added)
             elif id(run) not in begun:
                 begun.add(id(run))
                 for place in range(len(run.call.inputs)):
-                    yield ProgramAsk(renamed[id(run), "input", place], run.start)
+                    yield ProgramUnpack(renamed[id(run), "input", place], run.start)
                 for _, dispatch, value in run.kept:
-                    yield ProgramAsk(renamed[id(run), "kept", value], run.at(dispatch.op))
+                    yield ProgramUnpack(renamed[id(run), "kept", value], run.at(dispatch.op))
                 added += len(run.again)
 
 

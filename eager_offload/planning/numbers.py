@@ -51,7 +51,13 @@ _caches_lock = threading.RLock()
 def by_itself(device: torch.device = _CPU) -> Iterator[None]:
     """Autograd is on, compiled functions run as they were written, tensors are made on ``device`` unless the program
     says otherwise, and the caller's modes and hooks count for nothing."""
-    with _uncompiled(), contexts.outside(), without_dispatch_modes(), torch.inference_mode(False), torch.enable_grad():
+    with (
+        _uncompiled(),
+        contexts.suspended(),
+        without_dispatch_modes(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         is_other = function_modes() or torch.get_default_device() != device  # whatever default the caller has
         with device if is_other else nullcontext():
             yield

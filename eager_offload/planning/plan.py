@@ -25,8 +25,8 @@ from eager_offload.planning.figures import (
     seconds_text,
     sentences,
 )
-from eager_offload.planning.replay import Chooser, Replay
 from eager_offload.planning.settings import PlanSettings
+from eager_offload.planning.simulate import PolicySearch, StepSimulator
 from eager_offload.stats import Relief
 
 #: A part of a step that compute may wait without being worth a word, and to how many bits a budget for that is found.
@@ -124,8 +124,8 @@ class Plan(PlanFigures, PlanSettings):
         return self.least_budget, max(self._whole_chooser.nothing.peak_bytes, self.least_budget)
 
     @cached_property
-    def _whole_chooser(self) -> Chooser:
-        return self._chooser if self.whole is None else Chooser(self.whole, self.whole_windows)
+    def _whole_chooser(self) -> PolicySearch:
+        return self._chooser if self.whole is None else PolicySearch(self.whole, self.whole_windows)
 
     def search_with(self, points_within: Callable[[int], Iterable[Point]]) -> None:
         """Takes what searches for the best step of another budget, for :meth:`front`."""
@@ -198,13 +198,13 @@ def _drawn(plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) 
         ]
     )
     stack.table(["What the plan says"], [[line] for line in sentences(plan)], [1.0])
-    problem, living = plan.problem, plan.living
-    unmoved = Replay(problem).run((False,) * len(problem.program.storages)).living
-    every = -(-len(living) // _SAMPLES) or 1
-    parts = [slice(first, first + every) for first in range(0, len(living), every)]
+    problem, live_bytes = plan.problem, plan.live_bytes
+    unmoved = StepSimulator(problem).run((False,) * len(problem.program.storages)).live_bytes
+    every = -(-len(live_bytes) // _SAMPLES) or 1
+    parts = [slice(first, first + every) for first in range(0, len(live_bytes), every)]
     curves = [
         Curve("without offload", without, WITHOUT, [max(unmoved[part]) for part in parts]),
-        Curve("with this plan", plan.peak_bytes, DEVICE, [max(living[part]) for part in parts]),
+        Curve("with this plan", plan.peak_bytes, DEVICE, [max(live_bytes[part]) for part in parts]),
     ]
     if budget <= 1.25 * without:  # else it would leave the curves flat
         curves.append(Curve("budget", budget, BUDGET, [budget] * len(parts)))

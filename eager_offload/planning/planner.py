@@ -30,7 +30,6 @@ from eager_offload.planning.levels import Kept, Mixture, Recording, computed_aga
 from eager_offload.planning.machine import TABLE, Machine, here
 from eager_offload.planning.plan import Plan
 from eager_offload.planning.program import Problem, Program, floor_seconds, kind_of, modules_around
-from eager_offload.planning.replay import WINDOWS, Chooser, Chosen
 from eager_offload.planning.sharding import (
     Asked,
     Mesh,
@@ -42,6 +41,7 @@ from eager_offload.planning.sharding import (
     shape_on,
     sharding_of,
 )
+from eager_offload.planning.simulate import WINDOWS, Candidate, PolicySearch
 from eager_offload.planning.states import Optimizing, States, states_of
 from eager_offload.tiers.limits import ranks_here
 from eager_offload.torch_private.inductor import is_compiled
@@ -292,8 +292,8 @@ class _Found(NamedTuple):
     """A mixture, and what comes of it."""
 
     mixture: Mixture
-    chooser: Chooser
-    chosen: Chosen
+    chooser: PolicySearch
+    chosen: Candidate
 
 
 class Search:
@@ -320,12 +320,12 @@ class Search:
         return [*mixtures(self._blocks, self.levels), *inner]
 
     @cached_property
-    def nothing(self) -> Chooser:
+    def nothing(self) -> PolicySearch:
         """That of the step in which nothing is computed again."""
         return self._chooser({})
 
     @cached_property
-    def all_again(self) -> Chooser:
+    def all_again(self) -> PolicySearch:
         return self._chooser(self.levels[-1])
 
     def least(self) -> Point:
@@ -376,7 +376,7 @@ class Search:
             return max(chosen.peak_bytes - budget, 0), chosen.step_seconds, chosen.outcome.moved_bytes
 
         # A mixture stands in the heap with its compute, and once that is the least, with its floor.
-        todo: list[tuple[float, int, Mixture, Chooser | None]] = []
+        todo: list[tuple[float, int, Mixture, PolicySearch | None]] = []
         todo += [(self._compute_seconds(one), order, one, None) for order, one in enumerate(among)]
         heapify(todo)
         finalists = [] if found is None else [found]
@@ -418,14 +418,14 @@ class Search:
             total += sum(seconds[op] for op in range(call.begin, of.stop(call)) if op not in left_out)
         return (1 - _ROUNDING) * total
 
-    def _chooser(self, mixture: Mixture) -> Chooser:
+    def _chooser(self, mixture: Mixture) -> PolicySearch:
         program = computed_again(self._recording, mixture)
         seconds = tuple(program.seconds(self._asked.machine))
         step = on_one_device(program, self._asked.sharding, accumulates=self._asked.accumulates)
         return _chooser(step, seconds, self._asked)
 
 
-def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Chooser:
+def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> PolicySearch:
     settings, machine = asked.settings, asked.machine
     device_bytes, movable = machine.memory_bytes or None, program.movable_bytes
     windows = settings.windows(lambda: device_bytes, [storage.nbytes for storage in program.storages])
@@ -444,7 +444,7 @@ def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Choose
         machine.launch_seconds,
         rests - rests // _ROUNDED if isinstance(rests, int) else None,
     )
-    return Chooser(problem, sorted(tried))
+    return PolicySearch(problem, sorted(tried))
 
 
 def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:

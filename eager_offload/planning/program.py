@@ -53,7 +53,7 @@ class ProgramSave(NamedTuple):
     """Whether the program holds its storage, whole, when backward asks for it, so that to move it frees nothing."""
 
 
-class ProgramAsk(NamedTuple):
+class ProgramUnpack(NamedTuple):
     save: int
     op: int
 
@@ -70,7 +70,7 @@ class Storage(NamedTuple):
     """From this operator on forward does not hold it any more."""
     saved: int
     """The operator that came next when it was saved first."""
-    asked: int
+    unpacked_at: int
     """The operator that came next when it was asked for first."""
     dropped: int
     """From this operator on backward does not hold it any more."""
@@ -97,7 +97,7 @@ class Program:
     ops: tuple[Op, ...]
     forward_ops: int
     saves: tuple[ProgramSave, ...]
-    asks: tuple[ProgramAsk, ...]
+    unpacks: tuple[ProgramUnpack, ...]
     storages: tuple[Storage, ...]
     """By the first save."""
     other_bytes: tuple[int, ...]
@@ -132,7 +132,7 @@ def modules_around(name: str) -> Iterator[str]:
         yield name
 
 
-def living(count: int, spans: Sequence[tuple[int, int, int]]) -> list[int]:
+def live_bytes(count: int, spans: Sequence[tuple[int, int, int]]) -> list[int]:
     """Bytes that live at each of ``count`` operators, where each of ``spans`` is bytes, from where and until where."""
     change = [0] * (count + 1)
     for nbytes, start, end in spans:
@@ -179,7 +179,7 @@ class Problem:
     def timeline(self) -> Timeline:
         """The step as the rule by pace sees it."""
         program, storages, begins = self.program, self.program.storages, self.begins
-        final, asks = [begins[one.saved] for one in storages], self.by_ask
+        final, unpacks = [begins[one.saved] for one in storages], self.by_unpack
         if not self.ordered:  # a graph has what it computes at once; autograd, when a later node brings another one in
             saves = [save for save in program.saves if save.storage >= 0]
             brought = dict[int, ProgramSave]()
@@ -189,12 +189,13 @@ class Problem:
             for save in saves:
                 later = bisect_right(first, save.node, key=lambda one: one.node)
                 final[save.storage] = begins[first[later].op] if later < len(first) else self.forward_seconds
-            asks = [one for one in dict.fromkeys(program.saves[ask.save].storage for ask in program.asks) if one >= 0]
+            order = dict.fromkeys(program.saves[one.save].storage for one in program.unpacks)
+            unpacks = [storage for storage in order if storage >= 0]
         return Timeline(
             [one.moved_bytes for one in storages],
             final,
-            [begins[one.asked] for one in storages],
-            asks,
+            [begins[one.unpacked_at] for one in storages],
+            unpacks,
             self.forward_seconds,
             self.compute_seconds,
             self.out,
@@ -207,7 +208,7 @@ class Problem:
     def stored_bytes(self) -> list[int]:
         """Bytes of the storages that may move, at each operator, where none of them does."""
         storages = self.program.storages
-        return living(len(self.op_seconds), [(one.nbytes, one.made, one.dropped) for one in storages])
+        return live_bytes(len(self.op_seconds), [(one.nbytes, one.made, one.dropped) for one in storages])
 
     @cached_property
     def unmoved_peak(self) -> int:
@@ -224,9 +225,9 @@ class Problem:
         return self.begins[self.program.forward_ops]
 
     @cached_property
-    def by_ask(self) -> list[int]:
+    def by_unpack(self) -> list[int]:
         storages = self.program.storages
-        return sorted(range(len(storages)), key=lambda number: storages[number].asked)
+        return sorted(range(len(storages)), key=lambda number: storages[number].unpacked_at)
 
     def within_room(self, moves: Moves) -> Moves:
         """Returns ``moves`` with those that move in any case, without the newest others that the tier has no room

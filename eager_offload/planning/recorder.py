@@ -16,7 +16,7 @@ from eager_offload.core.selection import is_parameter, logical_bytes, plain_tens
 from eager_offload.errors import PlanError
 from eager_offload.planning.blocks import Block, Blocks, Calls, Place, SavedBlock, Use, written_by
 from eager_offload.planning.levels import Dispatch, Recording, has_steady_results, kind_of_call
-from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Weight
+from eager_offload.planning.program import Op, Program, ProgramSave, ProgramUnpack, Weight
 from eager_offload.planning.target import guessed_name
 from eager_offload.stats import KeepReason
 from eager_offload.torch_private.autograd import (
@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._dispatches: list[Dispatch] = []
         self._forward_ops = 0
         self._saves: list[tuple[ProgramSave, Block | None, Use | None]] = []
-        self._asks: list[ProgramAsk] = []
+        self._unpacks: list[ProgramUnpack] = []
         self._modules = [""]
         self._inside = [0]
         #: Those that a function of backward is calling, as a reentrant checkpoint does.
@@ -344,7 +344,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
     def unpack(self, handle: _Handle) -> Tensor:
         op = len(self._ops)
         self.blocks.note_deaths(op)
-        self._asks.append(ProgramAsk(handle.save, op))
+        self._unpacks.append(ProgramUnpack(handle.save, op))
         return handle.get()
 
     def _like(self, saved: SavedBlock, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
@@ -361,13 +361,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         saves = [save for save, _, _ in self._saves]
         for at, (save, block, use) in enumerate(self._saves):
             number = -1 if block is None else numbers.get(block, -1)
-            is_dropped = number >= 0 and use is not None and not use.is_asked  # before it was saved for another graph
+            # Dropped before another graph saved it.
+            is_dropped = number >= 0 and use is not None and not use.is_unpacked
             if save.reason is None and block is not None and not is_dropped:
                 is_alive = number < 0 and block.asked is not None and None in block.moved
                 saves[at] = save._replace(storage=number, is_alive=is_alive)
-        ops, asks = tuple(self._ops), tuple(self._asks)
+        ops, unpacks = tuple(self._ops), tuple(self._unpacks)
         noted = tuple(self._calls.repeatable()), tuple(sorted(self._guessed)), tuple(self._weights)
-        made = tuple(saves), asks, storages, other_bytes
+        made = tuple(saves), unpacks, storages, other_bytes
         program = Program(tuple(self._modules), ops, self._forward_ops, *made, *noted)
         values = tuple(self.blocks.values(len(ops), numbers))
         saved = tuple(-1 if block is None else block.number for _, block, _ in self._saves)

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import ConfigError, OffloadError, PlanError
 from eager_offload.planning.machine import Machine
-from eager_offload.planning.program import Program, living, modules_around
+from eager_offload.planning.program import Program, live_bytes, modules_around
 from eager_offload.planning.states import States
 from eager_offload.torch_private.fsdp import ShardedGroup, is_distributed, sharded_groups
 from eager_offload.version import digest
@@ -211,7 +211,7 @@ def on_one_device(program: Program, sharding: Sharding | None, *, accumulates: b
         spans = [(one.gradient_bytes, 0, one.gradient_made + 1) for one in program.weights]
     else:
         spans = []
-    other_bytes = tuple(map(add, program.other_bytes, living(ops, spans)))
+    other_bytes = tuple(map(add, program.other_bytes, live_bytes(ops, spans)))
     return replace(program, other_bytes=other_bytes, weights=())
 
 

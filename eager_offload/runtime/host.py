@@ -72,7 +72,9 @@ class HostRuntime(Runtime):
         back = weakref.proxy(self._in)  # which holds the pool
         #: Reload targets: page-aligned, so that direct I/O can fill them, and used again without new page faults as
         #: long as reloads go on.
-        self.pool = Pool(anonymous_slab, slab_bytes=_SLAB_BYTES, idle_bytes=_IDLE_BYTES, wakes=lambda: back.record())
+        self.pool = Pool(
+            anonymous_slab, slab_bytes=_SLAB_BYTES, idle_bytes=_IDLE_BYTES, on_first_use=lambda: back.record()
+        )
         self._in.pauses = self.pool.rest
         self._in.is_wanted = self._out.is_wanted = self._users.__bool__
         self._polled: Living[Pollable] = Living()

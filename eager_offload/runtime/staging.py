@@ -141,7 +141,7 @@ class _Room:
         if pool is None:
             sizes = self._device.slab_sizes()
             pool = self._pool = Pool(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
-            pool.join(quota)
+            pool.register(quota)
         part.memory = pool.allocate(part.slot.nbytes, quota)
         if part.memory is None and self._latest is not None:
             self._latest = None
@@ -162,7 +162,7 @@ class _Room:
         self._latest = None
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool.leave(self._quota)
+            pool.unregister(self._quota)
 
 
 class Staging:

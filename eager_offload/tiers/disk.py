@@ -2,7 +2,7 @@
 
 [Note: files that are left]
 Nothing more is cut from a file that is *left*: it closes with the last slot in it, which gives its room back. A new one
-takes its place when an interrupt came in the midst of a change (see [Note: slabs that are left] in ``pool.py``), and in
+takes its place when an interrupt came in the midst of a change (see [Note: retired slabs] in ``pool.py``), and in
 a forked child.
 """
 

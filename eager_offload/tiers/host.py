@@ -46,7 +46,7 @@ class HostTier(Tier):
         self._quota = Quota(budget, over)
         self._next_look = 0
         self.at_hand = partial(pool.take, quota=self._quota)  # for each saved tensor: a call of C
-        pool.join(self._quota)
+        pool.register(self._quota)
 
     def reserve(self, nbytes: int) -> HostSlot | None:
         return self._pool.allocate(nbytes, self._quota)
@@ -86,7 +86,7 @@ class HostTier(Tier):
         pool, bound = self._pool, self._pool.bound
         if bound is None or (pool.served_bytes < self._next_look and not self._quota.is_refused):
             return
-        pools = [one for one in (pool, *[other for other in _pools if other is not pool]) if not one.is_given]
+        pools = [one for one in (pool, *[other for other in _pools if other is not pool]) if not one.is_user_provided]
         if not any(one.idle_bytes for one in pools):
             return
         self._next_look, self._quota.is_refused = pool.served_bytes + _LOOK_BYTES, False
@@ -115,7 +115,7 @@ class HostTier(Tier):
         self._pool.restart_peak(self._quota)
 
     def close(self) -> None:
-        self._pool.leave(self._quota)
+        self._pool.unregister(self._quota)
 
 
 # -- the pools of this process -------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ class HostSlab(Slab):
         #: How many slots are alive in it.
         self.slots = 0
 
-    def leave(self) -> None:
+    def retire(self) -> None:
         """Lets go of the memory, which the slices of the buffer alone have from now on. Idempotent."""
         with suppress(AttributeError):
             del self.tensor, self.buffer
@@ -229,12 +229,12 @@ class Pool:
 
     Slots that die are taken up at the next call of any method; ``poll()`` is the call that does nothing else.
 
-    [Note: slabs that are left]
+    [Note: retired slabs]
     Nothing more is cut from a slab that is *left*. It goes back to the system with the last slot in it, once the uses
     of all that was in it are over. All slabs are left in two cases.
 
     A pool of leases *rests*: after a graph is gone there may be no further call, so a slab is then held by the leases
-    in it alone, and goes with the last without one. The next lease begins anew, and ``wakes`` says so.
+    in it alone, and goes with the last without one. The next lease begins anew, and ``on_first_use`` says so.
 
     A pool *crashes*: an exception that is not the library's own, a KeyboardInterrupt say, comes in the midst of a
     change. What is free is not known then, but what is alive is, by its records, and which uses go on. So the next
@@ -267,15 +267,15 @@ class Pool:
         idle_bytes: int = 256 << 20,
         sizes: SlabSizes | None = None,
         bound: HostBound | None = None,
-        given_back: Callable[[], object] = lambda: None,
-        wakes: Callable[[], object] = lambda: None,
+        on_freed: Callable[[], object] = lambda: None,
+        on_first_use: Callable[[], object] = lambda: None,
     ) -> None:
         self._allocate_slab = allocate_slab
         self._sizes = ExactSizes(slab_bytes) if sizes is None else sizes
         self._idle_bytes = idle_bytes
         self.bound = bound
-        self._given_back = given_back
-        self._wakes = wakes
+        self._on_freed = on_freed
+        self._on_first_use = on_first_use
         self._quotas: Living[Quota] = Living()
         #: What several tiers that want one pool know it by; ``None`` for one that is not to be shared.
         self.kind: Hashable = None
@@ -296,9 +296,9 @@ class Pool:
         self._records: set[FinalizerRecord[Slot]] = set()
         #: Its ``append``, for the records: each would make another one.
         self._on_return = self.returned.append
-        #: See [Note: slabs that are left], and the uses of what was in them.
-        self._left: dict[HostSlab, None] = {}
-        self._left_fences: tuple[Fence, ...] = ()
+        #: See [Note: retired slabs], and the uses of what was in them.
+        self._retired: dict[HostSlab, None] = {}
+        self._retired_fences: tuple[Fence, ...] = ()
         #: Bytes of all slabs; of what is alive, as it was asked for.
         self._held = self._used = 0
         #: Of the slab that a thread is about to take.
@@ -317,18 +317,18 @@ class Pool:
 
     def after_fork(self) -> None:
         """Starts the child with an empty pool; it has slots from before the fork as copies, but for pinned ones."""
-        LEFT_TO_THE_PARENT.extend([self.returned, self._records, self._slabs, self._left])
+        LEFT_TO_THE_PARENT.extend([self.returned, self._records, self._slabs, self._retired])
         self._reset()
         for quota in self._quotas:
             quota.used_bytes = quota.held_bytes = 0
 
-    def join(self, quota: Quota) -> None:
+    def register(self, quota: Quota) -> None:
         """Has ``quota`` bound what is held for it, and all that is held: see [Note: quotas]."""
         with self._lock.lock:
             self._quotas.add(quota)
             self.is_closed = False
 
-    def leave(self, quota: Quota) -> None:
+    def unregister(self, quota: Quota) -> None:
         """Its slots live on. What is idle and was only held for it goes back to the system. Idempotent."""
         with self._lock.lock, self._crashing():
             self._quotas.discard(quota)
@@ -390,10 +390,10 @@ class Pool:
             raise reentered()
         with lock:
             try:
-                if self.returned or self._left or self._is_crashed:
+                if self.returned or self._retired or self._is_crashed:
                     self._poll()
                 if self._rests:
-                    self._wakes()
+                    self._on_first_use()
                     self._rests = False
                 size = nbytes + -nbytes % PAGE
                 if quota is not None and quota.budget is not None and quota.held_bytes + size > quota.budget:
@@ -498,7 +498,7 @@ class Pool:
         return held if self._limit() is None else None
 
     @property
-    def is_given(self) -> bool:
+    def is_user_provided(self) -> bool:
         """Whether users gave some of its budgets in bytes: what they hold stays, however short the machine is."""
         return any(quota.budget is not None for quota in self._quotas)
 
@@ -542,12 +542,12 @@ class Pool:
                 self._poll()
 
     def rest(self) -> None:
-        """Keeps nothing until the next lease; see [Note: slabs that are left]. Only for a pool of leases alone."""
+        """Keeps nothing until the next lease; see [Note: retired slabs]. Only for a pool of leases alone."""
         with self._lock.lock, self._crashing():
             self._poll(0)
-            self._left |= self._slabs
-            for slab in self._left:
-                slab.leave()
+            self._retired |= self._slabs
+            for slab in self._retired:
+                slab.retire()
             self._begin()
             self._rests = True
 
@@ -634,8 +634,8 @@ class Pool:
                 if (quota := record.quota) is not None:
                     quota.used_bytes -= record.nbytes
                     quota.held_bytes -= found.nbytes
-                if slab in self._left:
-                    self._left_fences += record.fences
+                if slab in self._retired:
+                    self._retired_fences += record.fences
                 else:
                     found.fences = record.fences
                     self._ranges.back[found.nbytes].append(found)
@@ -645,10 +645,10 @@ class Pool:
             self.returned.popleft()
         most, held = 0 if self.is_closed else self._idle_bytes, self._held
         keep = most if keep is None else min(keep, most)
-        if self._left:  # see [Note: slabs that are left]
-            self._left_fences = pending(self._left_fences)
-            for left in [] if self._left_fences else [left for left in self._left if left.slots == 0]:
-                del self._left[left]
+        if self._retired:  # see [Note: retired slabs]
+            self._retired_fences = pending(self._retired_fences)
+            for left in [] if self._retired_fences else [left for left in self._retired if left.slots == 0]:
+                del self._retired[left]
                 self._held -= left.nbytes
         if self._idle_now > keep:  # idle slabs that no transfer can touch any more go
             self._ranges.join()
@@ -660,21 +660,21 @@ class Pool:
                     self._idle_now -= idle.nbytes
                     self._held -= idle.nbytes
         if self._held < held:
-            self._given_back()
+            self._on_freed()
             if self.bound is not None:
                 self.bound.forget()
 
     def _begin_after_a_crash(self) -> None:
-        """Counts what is alive, and leaves all slabs: see [Note: slabs that are left]."""
+        """Counts what is alive, and leaves all slabs: see [Note: retired slabs]."""
         dead = [record for record in self._records if record() is None]
         fences = [fence for record in dead for fence in cast(HostSlotRecord, record).fences]
         fences += [fence for same in self._ranges.back.values() for one in same for fence in one.fences]
-        self._left_fences = pending([*self._left_fences, *fences])
+        self._retired_fences = pending([*self._retired_fences, *fences])
         self._records.difference_update(dead)
         records = [cast(HostSlotRecord, record) for record in self._records]
-        self._left |= self._slabs | dict.fromkeys([record.range.slab for record in records])
-        self._held, self._used = sum(slab.nbytes for slab in self._left), 0
-        for slab in self._left:
+        self._retired |= self._slabs | dict.fromkeys([record.range.slab for record in records])
+        self._held, self._used = sum(slab.nbytes for slab in self._retired), 0
+        for slab in self._retired:
             slab.slots = 0
         for quota in {*self._quotas, *[record.quota for record in records if record.quota is not None]}:
             quota.used_bytes = quota.held_bytes = 0

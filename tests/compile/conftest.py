@@ -31,7 +31,7 @@ def _nothing_stays_open() -> Iterator[None]:
     torch._dynamo.reset()
     collect()
     # The collector does not name what was frozen with the modules, and those that stand live for ever.
-    for one in [*contexts._standing.values(), *(one for one in gc.get_objects() if type(one) is eo.Offload)]:
+    for one in [*contexts._default_owners.values(), *(one for one in gc.get_objects() if type(one) is eo.Offload)]:
         one.close()
 
 

@@ -209,7 +209,7 @@ def test_outside_of_every_context_what_an_interrupt_has_crashed_is_replaced(
     stats = one.stats(synchronize=True)
     assert stats.bytes_out == stats.bytes_in == source.nbytes
     assert stats.is_approximate
-    contexts._standing.pop(one.config_key)
+    contexts._default_owners.pop(one.config_key)
     one.close()
 
 

@@ -51,9 +51,9 @@ def test_h34_what_a_retained_graph_was_given_goes_when_it_is_used_up_or_backward
     assert assert_settled(offload).bytes_in > 0
 
 
-@pytest.mark.parametrize("saved_again", [False, True])
+@pytest.mark.parametrize("on_resave", [False, True])
 def test_h37_what_is_written_after_a_copy_is_not_seen_by_earlier_saves_once_the_source_is_gone(
-    saved_again: bool, backend: Backend
+    on_resave: bool, backend: Backend
 ) -> None:
     """What no library can see: without offload backward reads what was written, for either save."""
     backend.sources_change = True
@@ -68,12 +68,12 @@ def test_h37_what_is_written_after_a_copy_is_not_seen_by_earlier_saves_once_the_
     (seen,) = torch.autograd.grad(y, w, retain_graph=True)
     assert torch.equal(seen, after), "the original still lives, and is what backward is given"
     with offload:
-        z = (h * w).sum() if saved_again else None
+        z = (h * w).sum() if on_resave else None
     del h
     offload.stats(synchronize=True)
     assert torch.equal(torch.autograd.grad(y, w)[0], before)
     assert z is None or torch.equal(torch.autograd.grad(z, w)[0], after)
-    assert offload.stats(synchronize=True).bytes_out >= (1 + saved_again) * 64 * 64 * 4
+    assert offload.stats(synchronize=True).bytes_out >= (1 + on_resave) * 64 * 64 * 4
 
 
 def test_h46_outside_of_the_context_that_allows_it_a_change_is_an_error_again(backend: Backend) -> None:

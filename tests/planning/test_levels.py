@@ -32,7 +32,7 @@ from eager_offload.planning.levels import (
 )
 from eager_offload.planning.machine import TABLE
 from eager_offload.planning.program import Problem, Program
-from eager_offload.planning.replay import Replay
+from eager_offload.planning.simulate import StepSimulator
 from eager_offload.planning.trace import record
 from tests.hazards.backends import Backend, DiskBackend
 from tests.hazards.programs import assert_identical, same_gradients
@@ -188,7 +188,7 @@ def test_the_step_of_a_level_is_what_a_trace_of_the_model_with_its_checkpoints_f
 
     def outcome(program: Program, part: float) -> tuple[float, int]:
         problem = Problem(program, program.seconds(MACHINE), 3e7, 3e7, 1 << 16, 1 << 16, 1e-5)
-        outcome = Replay(problem).part(part).outcome
+        outcome = StepSimulator(problem).part(part).outcome
         return outcome.step_seconds, outcome.peak_bytes
 
     assert len(found) > 2

@@ -59,7 +59,7 @@ def added(made: Made, **fields: Any) -> list[int]:
     """What lives more at each operator than in the step of the whole model; nothing moves."""
     plan, whole = planned(made, **fields), planned(made)
     assert plan.moved_bytes == whole.moved_bytes == 0
-    return [more - less for more, less in zip(plan.living, whole.living, strict=True)]
+    return [more - less for more, less in zip(plan.live_bytes, whole.live_bytes, strict=True)]
 
 
 def test_layers_are_whole_at_their_time_and_shards_else() -> None:
@@ -81,12 +81,12 @@ def test_shards_have_whole_rows_of_gradients_and_states() -> None:
     uneven = partial(layers, 10)  # over 8 devices that is 2 rows for some
     rows = 4 * 16 * (2 + 2 + 2)
     plan, whole = planned(uneven, mesh=(8,), optimizer=torch.optim.AdamW), planned(uneven)
-    assert plan.living[3] == whole.living[3] - 4 * 16 * (16 + 16) + 3 * rows, "of parameters and both states"
+    assert plan.live_bytes[3] == whole.live_bytes[3] - 4 * 16 * (16 + 16) + 3 * rows, "of parameters and both states"
     assert (
         str(plan).splitlines()[1].startswith("Sequential, sharded over 8 devices, with 768 B of AdamW states on slow: ")
     )
     accumulating, once = planned(uneven, mesh=(8,), accumulation=2), planned(uneven, mesh=(8,))
-    assert accumulating.living[0] == once.living[0] + rows
+    assert accumulating.live_bytes[0] == once.live_bytes[0] + rows
     assert accumulating.peak_bytes < planned(uneven, accumulation=2).peak_bytes
 
 
@@ -123,7 +123,7 @@ def sharded(made: Made = stack, **options: Any) -> tuple[nn.Module, Tensor]:
 
 def figures(plan: eo.Plan) -> dict[str, Any]:
     """All but the name of the model's class."""
-    return {**plan.to_dict(), "model": "", "living": plan.living}
+    return {**plan.to_dict(), "model": "", "living": plan.live_bytes}
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -166,7 +166,7 @@ def test_parameters_that_are_gathered_are_an_error_that_says_how_to_go_on() -> N
 @pytest.mark.usefixtures("one_rank")
 def test_units_that_are_not_freed_stay_from_forward_to_backward() -> None:
     frees, stays = (planned(partial(sharded, layers, reshard_after_forward=frees)) for frees in (True, False))
-    assert [more - less for more, less in zip(stays.living, frees.living, strict=True)] == [
+    assert [more - less for more, less in zip(stays.live_bytes, frees.live_bytes, strict=True)] == [
         *(0, LAYER, 2 * LAYER, 3 * LAYER, 2 * LAYER, LAYER, LAYER, 0, 0, 0),
     ]
 
@@ -179,12 +179,14 @@ def test_mixed_precision_is_planned_as_it_will_run() -> None:
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     mixed, plain = planned(partial(sharded, layers, mp_policy=policy)), planned(partial(sharded, lower))
-    more = [more - less for more, less in zip(mixed.living[1:], plain.living, strict=True)]  # the inputs are cast first
+    more = [
+        more - less for more, less in zip(mixed.live_bytes[1:], plain.live_bytes, strict=True)
+    ]  # the inputs are cast first
     of_forward, of_gradient = 3 * LAYER // 2 + 2 * 16 * 4, LAYER // 2  # shards in float32, and what was cast
     assert more == [of_forward] * 7 + [of_forward + of_gradient] * 2 + [of_forward + 2 * of_gradient]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     reduced = planned(partial(sharded, layers, mp_policy=policy))
-    assert [more - less for more, less in zip(reduced.living, mixed.living, strict=True)] == [
+    assert [more - less for more, less in zip(reduced.live_bytes, mixed.live_bytes, strict=True)] == [
         *[0] * 8,
         *[of_gradient] * 3,  # what is reduced has twice the bytes
     ]

@@ -40,7 +40,7 @@ def stepped(make: Make) -> tuple[nn.Module, Optimizer]:
 def counted(optimizer: Any, made: Callable[[], tuple[nn.Module, Tensor]] = layers) -> int:
     """The bytes that ``optimizer`` adds to all of a step."""
     plan, bare = planned(made, optimizer=optimizer), planned(made)
-    (added,) = {more - less for more, less in zip(plan.living, bare.living, strict=True)}
+    (added,) = {more - less for more, less in zip(plan.live_bytes, bare.live_bytes, strict=True)}
     assert plan.states is not None
     assert plan.states.nbytes == added
     return added
@@ -85,7 +85,7 @@ def test_frozen_weights_have_neither_states_nor_gradients() -> None:
     assert counted(optim.AdamW, frozen) == 2 * 4 * (4 * 4 + 4)
     model, x = frozen()
     assert counted(optim.AdamW(model.parameters()), lambda: (model, x)) == 2 * 4 * (4 * 4 + 4)
-    assert planned(frozen, accumulation=2).living[0] - planned(frozen).living[0] == 4 * (4 * 4 + 4), "gradients"
+    assert planned(frozen, accumulation=2).live_bytes[0] - planned(frozen).live_bytes[0] == 4 * (4 * 4 + 4), "gradients"
 
 
 def test_an_optimizer_counts_the_states_that_it_has_and_those_that_it_will_have() -> None:
@@ -129,7 +129,7 @@ def test_bytes_that_are_named_are_in_place_of_those_of_an_optimizer() -> None:
 def test_gradients_that_accumulate_are_there_from_the_beginning() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)), torch.ones(2, 8)
     plan, once = (planned(lambda: (model, x), accumulation=number) for number in (4, 1))
-    added = [more - less for more, less in zip(plan.living, once.living, strict=True)]
+    added = [more - less for more, less in zip(plan.live_bytes, once.live_bytes, strict=True)]
     assert added[0] == 2 * 256
     assert added == sorted(added, reverse=True)
     assert added[-1] == 256, "the last one is added to what is there behind the last operator"

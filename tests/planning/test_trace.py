@@ -39,25 +39,25 @@ Saved = tuple[int, bool, KeepReason | None]
 def really(step: Callable[[], Tensor], min_bytes: int) -> tuple[list[Saved], list[int]]:
     """What a real step saves, and the numbers of the saves that it asks for, in order."""
     saves: list[Saved] = []
-    asks: list[int] = []
+    unpacks: list[int] = []
 
     def pack(tensor: Tensor) -> tuple[int, Tensor]:
         saves.append((tensor.nbytes, tensor.requires_grad, reason_to_stay(tensor, min_bytes)))
         return len(saves) - 1, tensor if tensor.is_leaf else tensor.detach()
 
     def unpack(handle: tuple[int, Tensor]) -> Tensor:
-        asks.append(handle[0])
+        unpacks.append(handle[0])
         return handle[1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         loss = step()
     loss.backward()
-    return saves, asks
+    return saves, unpacks
 
 
 def assert_like(program: Program, real: tuple[list[Saved], list[int]]) -> None:
     assert [save[:3] for save in program.saves] == real[0]
-    assert [ask.save for ask in program.asks] == real[1]
+    assert [ask.save for ask in program.unpacks] == real[1]
 
 
 def test_saves_and_asks_of_a_small_model_are_those_of_its_step() -> None:

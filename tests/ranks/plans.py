@@ -103,7 +103,7 @@ def sharded_models_are_planned_as_whole_ones(ranks: Ranks) -> None:
     whole, made = eo.plan(model(), x, device=FAR, mesh=(ranks.size,)), sharded()
     for optimizer in (adamw, adamw(made.parameters())):
         found = eo.plan(made, x, device=FAR, optimizer=optimizer)
-        assert (found.living, found.states, found.shards) == (whole.living, whole.states, ranks.size)
+        assert (found.live_bytes, found.states, found.shards) == (whole.live_bytes, whole.states, ranks.size)
     assert ranks.gathered(str(found)) == [str(found)] * ranks.size
     assert whole.peak_bytes < eo.plan(model(), x, device=FAR).peak_bytes
 
@@ -151,8 +151,8 @@ def tensor_parallelism_is_planned_as_it_runs(ranks: Ranks) -> None:
         sizes = {"fsdp": ranks.size // 2, "tp": 2} if shards else {"tp": 2}
         plan = eo.plan(divided(shards=shards), inputs, policy="max", **fields)
         of_mesh = eo.plan(divided(shards=False), inputs, policy="max", mesh=sizes, **fields)
-        assert (plan.living, plan.states, plan.shards, plan.parts) == (
-            *(of_mesh.living, of_mesh.states, sizes.get("fsdp", 1), 2),
+        assert (plan.live_bytes, plan.states, plan.shards, plan.parts) == (
+            *(of_mesh.live_bytes, of_mesh.states, sizes.get("fsdp", 1), 2),
         )
         assert (plan.node, of_mesh.node) == (ranks.size if shards else 2,) * 2
         assert ranks.gathered(str(plan)) == [str(plan)] * ranks.size

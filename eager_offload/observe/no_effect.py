@@ -68,7 +68,7 @@ unused: set[Making] = set()
 _MOST_UNUSED = 1000
 
 
-class InVain:
+class NoEffectWarnings:
     """The warnings of one ``Offload``, each given once."""
 
     def __init__(self, config: OffloadConfig, accounts: Accounts) -> None:

@@ -17,7 +17,7 @@ from benchmarks.common import GIB
 from benchmarks.peers import checkpointed
 from eager_offload.core.budget import hidden, least_windows
 from eager_offload.core.step_table import Fate, StepTable
-from eager_offload.planning.replay import Replay
+from eager_offload.planning.simulate import StepSimulator
 from tests.hazards.programs import assert_identical
 from tests.planning.programs import CONFIG, Made, Stack, budget_of, gradients, planned, shared, slow, small, wide
 from tests.planning.test_card import link
@@ -87,7 +87,7 @@ def test_a_replay_takes_the_time_and_the_memory_of_the_library(name: str, launch
         offload.close()
         assert (offload.stats(synchronize=True).bytes_out > 0) == (plan.moved_bytes > 0)
         assert table is not None
-        found = Replay(plan.problem).run(moved_by(table, plan))
+        found = StepSimulator(plan.problem).run(moved_by(table, plan))
         assert step.seconds == pytest.approx(found.step_seconds, rel=OFF)
         assert step.peak_bytes == pytest.approx(found.peak_bytes + unseen, rel=OFF_PEAK)
         moved += plan.moved_bytes
@@ -110,7 +110,7 @@ def test_so_it_does_where_modules_are_computed_again() -> None:
         table = offload.step_table()
         offload.close()
     assert table is not None
-    found = Replay(plan.problem).run(moved_by(table, plan))
+    found = StepSimulator(plan.problem).run(moved_by(table, plan))
     assert found.moved_bytes > 0
     # By more than one storage, of 65,536 bytes, the controller and the plan do not differ.
     for outcome, peak, seconds in ((found, OFF_PEAK, OFF), (plan, 0.08, 0.05)):
@@ -179,9 +179,12 @@ def test_what_a_link_hides_costs_a_step_next_to_nothing(name: str) -> None:
     for rate in (3e7, 2e8, 1e9):
         machine = slow(out=rate, back=rate, launch_seconds=0.0)
         problem = eo.plan(*MODELS[name](), device=machine, policy="max", config={"min_bytes": "1KiB"}).problem
-        found, most = Replay(problem).run(tuple(hidden(problem.timeline))), (True,) * len(problem.program.storages)
+        found, most = (
+            StepSimulator(problem).run(tuple(hidden(problem.timeline))),
+            (True,) * len(problem.program.storages),
+        )
         assert found.step_seconds <= 1.03 * problem.compute_seconds
-        assert found.moved_bytes > 0 or Replay(problem).run(most).step_seconds > 1.03 * problem.compute_seconds
+        assert found.moved_bytes > 0 or StepSimulator(problem).run(most).step_seconds > 1.03 * problem.compute_seconds
 
 
 @pytest.mark.long
@@ -193,7 +196,7 @@ def test_inputs_of_checkpointed_blocks_leave_in_the_least_windows() -> None:
     least = least_windows(problem.timeline)
     assert least is not None
     assert len(least.in_vain) == 1  # the logits
-    replay = Replay(problem)
+    replay = StepSimulator(problem)
     moves = tuple(number not in least.in_vain for number in range(len(problem.program.storages)))
     large, small = replay.part(1.0), replay.run(moves, replace(problem, window=least.window, ahead=least.ahead))
     assert large.peak_bytes > 13.2 * GIB

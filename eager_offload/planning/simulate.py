@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from eager_offload.core.budget import share
 from eager_offload.core.schedule import AWAITED_WINDOWS, PrefetchOrder, ResidentQueue, StepUses
-from eager_offload.planning.program import Moves, Problem, ProgramAsk, ProgramSave, living
+from eager_offload.planning.program import Moves, Problem, ProgramSave, ProgramUnpack, live_bytes
 
 
 class Outcome(NamedTuple):
@@ -42,8 +42,8 @@ class Outcome(NamedTuple):
 
     moves: Moves
     step_seconds: float
-    living: tuple[int, ...]
-    returned: tuple[int, ...]
+    live_bytes: tuple[int, ...]
+    reloaded_storages: tuple[int, ...]
     """The storages that have left and come back, in order."""
     moved_bytes: int
     """That have come back, what came back twice counted twice."""
@@ -51,22 +51,22 @@ class Outcome(NamedTuple):
     @property
     def peak_bytes(self) -> int:
         """Bytes that live at one time, at most."""
-        return max(self.living, default=0)
+        return max(self.live_bytes, default=0)
 
 
-class Replay:
+class StepSimulator:
     """Replays decisions for one problem: what does not depend on a decision is worked out once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         program = problem.program
-        saves, asks = program.saves, program.asks
+        saves, unpacks = program.saves, program.unpacks
         if problem.ordered:  # a graph, whose values are each saved once
             saves = tuple(
                 ProgramSave(one.nbytes, True, None, at, op=one.saved, node=at)
                 for at, one in enumerate(program.storages)
             )
-            asks = tuple(ProgramAsk(at, program.storages[at].asked) for at in problem.by_ask)
+            unpacks = tuple(ProgramUnpack(at, program.storages[at].unpacked_at) for at in problem.by_unpack)
         self.saves = saves
         #: By operator: saves of storages that may move, and asks for them, each in order.
         self.saves_at: dict[int, list[int]] = defaultdict(list)
@@ -82,11 +82,11 @@ class Replay:
         #: By storage, how many asks come before the last one for it.
         self.last_ask: dict[int, int] = {}
         expected, rank = dict[int, None](), 0
-        for ask in asks:
-            if (storage := saves[ask.save].storage) >= 0:
+        for on_unpack in unpacks:
+            if (storage := saves[on_unpack.save].storage) >= 0:
                 self.last_ask[storage] = rank
-                self.asks_at[ask.op].append(ask.save)
-                expected[ask.save] = None
+                self.asks_at[on_unpack.op].append(on_unpack.save)
+                expected[on_unpack.save] = None
                 rank += 1
         #: The saves in the order in which they are asked for first.
         self.expected = list(expected)
@@ -94,7 +94,7 @@ class Replay:
         #: Bytes of all that is no decision's: the other bytes, and each storage from where it is made.
         count = len(program.ops)
         spans = [(one.nbytes, one.made, count) for one in program.storages]
-        self.made = list(map(add, living(count, spans), program.other_bytes))
+        self.made = list(map(add, live_bytes(count, spans), program.other_bytes))
 
     def run(self, moves: Moves, problem: Problem | None = None) -> Outcome:
         """Returns what comes of it where those storages move, and those that do in any case, as the tier has room.
@@ -105,10 +105,10 @@ class Replay:
         problem = problem or self.problem
         return _Step(self, problem, problem.within_room(moves)).run()
 
-    def part(self, fraction: float, problem: Problem | None = None) -> Chosen:
+    def part(self, fraction: float, problem: Problem | None = None) -> Candidate:
         """Returns what comes of moving that part of the bytes."""
         problem = problem or self.problem
-        return Chosen(problem, self.run(tuple(share(problem.timeline, fraction)), problem), fraction)
+        return Candidate(problem, self.run(tuple(share(problem.timeline, fraction)), problem), fraction)
 
 
 #: Operators that a device takes before those that it was given are done: CUDA's queue has 1,024 launches, of which an
@@ -126,7 +126,7 @@ class _Stored:
 
 
 class _Step:
-    def __init__(self, of: Replay, problem: Problem, moves: Moves) -> None:
+    def __init__(self, of: StepSimulator, problem: Problem, moves: Moves) -> None:
         self.of, self.moves = of, moves
         self.problem, self.saves, self.storages = problem, of.saves, problem.program.storages
         self.given_bytes = min(problem.out * _GIVEN_SECONDS, problem.program.movable_bytes * _GIVEN_PART)
@@ -149,7 +149,7 @@ class _Step:
         #: By storage, when it is back, and those that the device has.
         self.back: dict[int, float] = {}
         self.here = set(range(len(self.storages)))
-        self.returned = set[int]()
+        self.reloaded_storages = set[int]()
         #: Whether what is known of the order of asks is in force, as it is from the first one on.
         self.is_arranged = False
         #: What the node that runs has asked for: saves, and their storages; and how many were asked for before.
@@ -182,9 +182,9 @@ class _Step:
         for number in self.here:  # a copy holds its source until the host knows that it is over
             known = self.known.get(number, end) if number in self.left else 0
             self.change[max(self.storages[number].dropped, known)] -= self.storages[number].nbytes
-        living = list(map(add, accumulate(self.change[:-1]), of.made))
-        returned = tuple(sorted(self.returned))
-        return Outcome(self.moves, self.compute, tuple(living), returned, self.moved_bytes)
+        live_bytes = list(map(add, accumulate(self.change[:-1]), of.made))
+        reloaded_storages = tuple(sorted(self.reloaded_storages))
+        return Outcome(self.moves, self.compute, tuple(live_bytes), reloaded_storages, self.moved_bytes)
 
     def _reached(self) -> float:
         return max(self.compute, self.clear_from, self.host)
@@ -204,7 +204,7 @@ class _Step:
         if save != first:
             if first in self.queue:
                 self.queue.postpone(first, one.node)
-                self.queue.saved_again(first, save)
+                self.queue.on_resave(first, save)
             return
         self._poll()
         if self.moves[number]:
@@ -289,7 +289,7 @@ class _Step:
             self.is_arranged = True
         use = self.uses.by_number[save]
         assert use is not None
-        looked = order.ask(self.uses, use, 0)
+        looked = order.on_unpack(self.uses, use, 0)
         for one in looked.drop:
             if one.number in self.back and one.number not in self.using:
                 self._let_go(one.number)
@@ -345,7 +345,7 @@ class _Step:
         self.host += launch
         self.back[number] = self.in_free
         self.here.add(number)
-        self.returned.add(number)
+        self.reloaded_storages.add(number)
         self.moved_bytes += storage.moved_bytes
         self.change[self.at] += storage.nbytes
 
@@ -362,7 +362,7 @@ _EIGHTHS = tuple(eighth / 8 for eighth in range(9))
 _HIDDEN = 0.005
 
 
-class Chosen(NamedTuple):
+class Candidate(NamedTuple):
     """A decision, the step with the windows that it was made for, and what comes of it."""
 
     problem: Problem
@@ -379,7 +379,7 @@ class Chosen(NamedTuple):
         return self.outcome.step_seconds
 
 
-class Chooser:
+class PolicySearch:
     """Decides for one step in several windows; what was replayed once is known.
 
     Args:
@@ -390,18 +390,18 @@ class Chooser:
     def __init__(self, problem: Problem, windows: Sequence[int] = ()) -> None:
         self.problem, self.windows = problem, tuple(windows)
         problems = [replace(problem, window=window, ahead=window) for window in windows] or [problem]
-        self._replay = Replay(problems[0])
+        self._simulator = StepSimulator(problems[0])
         #: Say what comes of moving a part of the bytes, with each of the windows.
-        self._parts = [cache(partial(self._replay.part, problem=one)) for one in problems]
+        self._parts = [cache(partial(self._simulator.part, problem=one)) for one in problems]
         # A budget may be too small for the least window, and half of it still keep the link busy.
         half = windows[0] // 2 if len(windows) > 1 else 0
-        self._halved = [cache(partial(self._replay.part, problem=replace(problem, window=half, ahead=half)))] * (
+        self._halved = [cache(partial(self._simulator.part, problem=replace(problem, window=half, ahead=half)))] * (
             half > 0
         )
         #: What was tried to keep to budgets.
-        self.tried: list[Chosen] = []
+        self.tried: list[Candidate] = []
 
-    def within(self, budget: int, *, roughly: bool = False, below: float = math.inf) -> Chosen:
+    def within(self, budget: int, *, roughly: bool = False, below: float = math.inf) -> Candidate:
         """Returns the fastest decision whose peak is at most ``budget``, of those alike the one that moves least.
 
         Where there is none, that of the least peak; what is not faster than ``below`` is looked for no further.
@@ -409,9 +409,9 @@ class Chooser:
         Args:
             roughly: whether it is enough to come near to it, in a part of the time.
         """
-        fitting = list[Chosen]()
+        fitting = list[Candidate]()
 
-        def take(one: Chosen) -> bool:
+        def take(one: Candidate) -> bool:
             nonlocal below
             self.tried.append(one)
             if one.peak_bytes <= budget:
@@ -444,7 +444,7 @@ class Chooser:
         most = max((one.nbytes / one.moved_bytes for one in storages if one.moved_bytes), default=1.0)
         return min(max(over, 0) / (most * sum(one.moved_bytes for one in storages) or 1), 1.0)
 
-    def hidden(self) -> Chosen:
+    def hidden(self) -> Candidate:
         """Returns the decision that moves most of those that the link hides."""
         most = (1 + _HIDDEN) * self.nothing.step_seconds
         found = [one for part in self._parts for one in _tried(part, lambda one: one.step_seconds <= most)]
@@ -452,32 +452,32 @@ class Chooser:
         return max(hidden, key=lambda one: (one.outcome.moved_bytes, -one.step_seconds))
 
     @property
-    def nothing(self) -> Chosen:
+    def nothing(self) -> Candidate:
         return self.share(0.0)
 
     @cached_property
-    def least(self) -> Chosen:
+    def least(self) -> Candidate:
         """That of the least peak."""
         return min(self._eighths, key=lambda one: (one.peak_bytes, one.step_seconds))
 
     @cached_property
-    def _eighths(self) -> list[Chosen]:
+    def _eighths(self) -> list[Candidate]:
         return [part(eighth) for part in self._parts for eighth in _EIGHTHS]
 
-    def share(self, fraction: float) -> Chosen:
+    def share(self, fraction: float) -> Candidate:
         """Returns what comes of moving that part of the bytes, in the first windows."""
         return self._parts[0](fraction)
 
     def of(self, moves: Moves) -> Outcome:
-        return self._replay.run(moves)
+        return self._simulator.run(moves)
 
 
 def _tried(
-    part: Callable[[float], Chosen],
-    is_more: Callable[[Chosen], bool],
+    part: Callable[[float], Candidate],
+    is_more: Callable[[Candidate], bool],
     halvings: int = _HALVINGS,
     begin: float = 0.0,
-) -> Iterator[Chosen]:
+) -> Iterator[Candidate]:
     """Yields what comes of the parts from ``begin`` on that a bisection tries; ``is_more``: whether a larger one is
     looked for."""
     yield (low := part(begin))
