@@ -127,7 +127,7 @@ def _step(trial: Optimizer) -> int:
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
-    """Returns 0.5 for the value of a fake tensor: neither it, its logarithm nor 1 minus it is a zero to divide by."""
+    """Answers ``item()`` of a fake tensor with 0.5 (an integer with 1): a step may divide by x, log(x) and 1 - x."""
 
     def __torch_dispatch__(
         self,
