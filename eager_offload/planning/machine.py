@@ -140,7 +140,7 @@ TABLE = {
     machine.name: machine
     for machine in (
         # NVIDIA H200 Tensor Core GPU, data sheet (SXM): 1,979 TFLOP/s in bf16 with sparsity, half of that dense; 67 in
-        # fp32; 4.8 TB/s. FLOP/s as measured in benchmarks/README.md: 11,500 per byte of the link.
+        # fp32; 4.8 TB/s. FLOP/s: 11,500 per byte of the link.
         _of_the_table("h200", 11_500 * _PCIE_5, _PRODUCTS * 67e12, _MEMORY * 4.8e12, _PCIE_5, _PCIE_5, 139 << 30),
         # NVIDIA H100 Tensor Core GPU, data sheet (SXM): the same cores; 3.35 TB/s, 80 GB.
         _device("h100", 989.5e12, 67e12, 3.35e12, _PCIE_5, 79.0),
