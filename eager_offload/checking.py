@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from eager_offload.errors import ConfigError, OffloadError
 
-if TYPE_CHECKING:  # torch is imported where something runs: --help does not wait for it
+if TYPE_CHECKING:  # torch is imported in functions: --help does not wait for it
     from torch import Tensor, nn
 
 #: The runs in order, and whether each offloads.
@@ -163,7 +163,7 @@ def _first_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
     return None
 
 
-# -- in a process of its own ------------------------------------------------------------------------------------------
+# -- in the subprocess ------------------------------------------------------------------------------------------------
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from eager_offload.errors import ConfigError
 
-if TYPE_CHECKING:  # torch is imported where something runs: --help does not wait for it
+if TYPE_CHECKING:  # torch is imported in functions: --help does not wait for it
     from eager_offload.offload import Offload
     from eager_offload.stats import OffloadStats
 

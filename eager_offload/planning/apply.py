@@ -124,7 +124,7 @@ class _Kind:
         self.checks = WeakSet[Check]()
 
     def takes_another(self) -> bool:
-        """Records the begin of a call, and returns whether it is to be compared."""
+        """Counts a call, and returns whether to compare it."""
         backward, last = current_backward(), self._backward
         self._backward = backward
         if self.is_compared and (backward < 0 or backward != last):
@@ -273,7 +273,7 @@ def _saves(*_: Any, **named: Any) -> CheckpointPolicy:
 
 
 class _First:
-    """Enters ``context`` in the first ``with`` only: results are kept for one backward, later ones recompute all."""
+    """Enters ``context`` in the first ``with`` only: kept results last for one backward, later ones recompute all."""
 
     def __init__(self, context: Any) -> None:
         self._context: Any | None = context
@@ -294,8 +294,6 @@ def _saving(base: Any) -> type:
     call_base = dispatch_of(base)
 
     class SavingMode(base):  # type: ignore[misc]  # a class of torch's, found when it runs
-        """Records the operator calls of forward."""
-
         supports_higher_order_operators = True  # torch registers its rules for them by the exact class of a mode
         policy: Policy
 
@@ -379,7 +377,7 @@ def _operator(func: Any) -> _Operator:
 
 #: The operator of ``torch.tensor``.
 _MADE_BY_PYTHON = torch.ops.aten.lift_fresh.default
-#: Texts of the errors of torch's mode if it has no result, or one that was written to.
+#: Parts of the errors of torch's mode for a missing result, and for a result that was written to.
 _REFUSALS = ("has been mutated", "encountered during backward")
 
 

@@ -30,8 +30,6 @@ from eager_offload.torch_private.memory import is_fake, storage_key, storage_of,
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A storage of the trace."""
-
     nbytes: int
     made: int
     module: int
@@ -61,7 +59,7 @@ class Use:
 
 
 class SavedBlock:
-    """Stands for a movable block in graphs; lives as long as any of the block's handles."""
+    """The object that graphs hold in place of a movable block; it lives as long as any of the block's handles."""
 
     def __init__(self, block: Block, tensor: Tensor) -> None:
         self.block, self.use = block, Use()
@@ -106,7 +104,6 @@ class Blocks:
             happened(op)
 
     def are_alive(self) -> bool:
-        """Returns whether any storage that the step was given or has made is still alive."""
         return any(weak() is not None for block, weak in [*self._by_key.values()] if not block.is_outside)
 
     def has(self, tensor: Tensor) -> bool:
@@ -146,7 +143,6 @@ class Blocks:
         return _storage_of(tensor) is not None and not self.has(tensor)
 
     def save(self, block: Block, tensor: Tensor, op: int) -> SavedBlock:
-        """Records a save of ``tensor`` in the movable ``block``."""
         saved = None if block.weak_saved is None else block.weak_saved()
         if saved is None:
             saved = SavedBlock(block, tensor)
@@ -172,7 +168,7 @@ class Blocks:
         return copy
 
     def _watch(self, owner: Any, block: Block) -> weakref.ref[Any]:
-        """Records the death of ``owner``, which stands for ``block`` in backward."""
+        """Notices the death of ``owner``, which backward holds in place of ``block``."""
 
         def died(weak: object) -> None:
             self._events.append((dropped, weak))
@@ -201,10 +197,7 @@ class Blocks:
                 continue
             numbers[one] = len(storages)
             moved = one.nbytes if None in one.moved else min(sum(one.moved.values()), one.nbytes)
-            dropped, is_forced = (
-                max(ops if one.dropped is None else one.dropped, unpacked + 1),
-                one.mark is Mark.PREFER,
-            )
+            dropped, is_forced = max(ops if one.dropped is None else one.dropped, unpacked + 1), one.mark is Mark.PREFER
             storages.append(
                 Storage(one.nbytes, moved, one.module, one.made, freed, saved, unpacked, dropped, is_forced)
             )
@@ -222,7 +215,7 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 # -- repeatable calls -------------------------------------------------------------------------------------------------
 
-#: Arguments that operators write to although their schemas do not tell.
+#: Arguments that operators write to, although their schemas do not declare it.
 STATISTICS = ("running_mean", "running_var")
 
 
@@ -239,7 +232,7 @@ class Place(NamedTuple):
 class _Open:
     module: int
     begin: Place
-    #: The states of Python's and numpy's random numbers at the begin.
+    #: The states of Python's and numpy's random numbers at its start.
     numbers: tuple[object, ...]
     inputs: dict[Block, Input]
     end: Place | None = None
@@ -295,7 +288,6 @@ class Calls:
         return {block for _, block in self._writes}
 
     def decided(self, save: int) -> None:
-        """Records that a mark or a region of the user's decides about ``save``."""
         self._decided.append(save)
 
     def repeatable(self) -> Iterator[int]:
@@ -317,7 +309,7 @@ class Calls:
                 yield call.module
 
     def of(self, modules: Collection[int]) -> Iterator[Call]:
-        """Yields the calls of ``modules``, each of which is called once."""
+        """Yields the call of each of ``modules``."""
         for one in self._all:
             if one.module in modules and one.end is not None:
                 begin, end = one.begin, one.end

@@ -179,7 +179,6 @@ def _said(function: str, call: Callable[[], T]) -> T:
 
 
 def _common(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments that ``plan`` and ``longest`` share."""
     return {
         "device": options.device,
         "optimizer": _optimizer(options.optimizer),
@@ -237,7 +236,6 @@ def _optimizer(text: str) -> Any:
 
 
 def model_of(text: str) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
-    """Returns model, inputs and loss (or ``None``) that the function ``module:function`` makes."""
     return parts_of(_said(text, _function(text)), repr(text))
 
 

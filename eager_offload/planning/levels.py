@@ -66,8 +66,6 @@ class Kept(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A tensor among the arguments of a block."""
-
     value: int
     nbytes: int
     requires_grad: bool
@@ -187,8 +185,6 @@ def mixtures(names: Sequence[str], levels: Sequence[Mixture]) -> list[Mixture]:
 
 @dataclass
 class _Run:
-    """The recompute of a block."""
-
     call: Call
     #: Kept results: the index of the dispatch, the dispatch, and a value that it made.
     kept: list[tuple[int, Dispatch, int]]
@@ -265,7 +261,7 @@ def _runs(of: Recording, kept: Mixture) -> list[_Run]:
 
 
 def _policed(of: Recording, run: _Run) -> dict[int, Op]:
-    """Returns the operators of a block with a policy; each counts the calls of the policy since the one before."""
+    """Returns the operators of a block with a policy; each counts the policy's calls since the operator before it."""
     found, waiting = dict[int, Op](), 0
     for dispatch in of.dispatches[run.call.first_dispatch : run.call.last_dispatch]:
         waiting += 1
@@ -286,8 +282,8 @@ class _Rewriter:
             with_policy.update(policed)
             again[run.unpacked_at] += [policed.get(op, self.old.ops[op]) for op in run.again]
         self.ops: list[Op] = []
-        #: By operator, its place in the derived step, and the begin of the recompute before it. Values made at an
-        #: operator are made at the first place, values freed at an operator are freed at the second.
+        #: By operator, its place in the derived step, and the start of the recompute in front of it. A value is made at
+        #: the first place of its operator, and freed at the second.
         self._from, self._until = list[int](), list[int]()
         for op, one in enumerate((*self.old.ops, None)):
             self._until.append(len(self.ops))
@@ -363,7 +359,6 @@ class _Rewriter:
         self.spans.append((value.nbytes, begin, end))
 
     def _outside(self, number: int, value: Value) -> None:
-        """Adds a value that no recomputed block made."""
         given = self.given[number]
         ends = [self._until[value.end], *(run.gone for run, _ in given)]
         new = self._movable(number, value, [*self.saves_of[number]], given, value.freed)
@@ -418,7 +413,7 @@ class _Rewriter:
         new = self.new[number] = _New(value, freed, value.nbytes if is_kept else 0)
         if old is not None:
             new.moved_bytes, new.is_forced = max(old.moved_bytes, new.moved_bytes), old.is_forced
-        # If its own block saves it too, the recomputed copy lives to the end instead.
+        # If its own block saves it too, the recomputed copy is the one that lives to the end.
         is_last = all(self.run_of_save.get(save) is not self.maker.get(number, self) for save in self.saves_of[number])
         for save in saves:
             run = self.run_of_save.get(save)
@@ -494,7 +489,7 @@ def has_steady_results(func: Any, args: Sequence[Any], named: Mapping[str, Any])
     """Returns whether the results of the call may be kept instead of running ``func`` again: it must not write to its
     arguments, draw random numbers or communicate."""
     if getattr(func, "namespace", "") not in ("aten", "prims"):
-        return False  # a schema does not tell whether it draws random numbers
+        return False  # unknown operators may draw random numbers
     if not has_effects(func):
         return True
     schema = schema_of(func)

@@ -293,7 +293,6 @@ class _Work(NamedTuple):
     repeats: int = 1
 
     def seconds(self, device: torch.device) -> float:
-        """Runs the work on ``device``, and returns its time in seconds."""
         import torch
 
         started = time.perf_counter()

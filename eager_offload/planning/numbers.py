@@ -202,7 +202,6 @@ def numbers_of_its_own() -> Iterator[torch.Generator]:
 
 
 def state_of_others() -> tuple[object, ...]:
-    """Returns the states of Python's and numpy's random numbers."""
     numpy = sys.modules.get("numpy")
     theirs = () if numpy is None else numpy.random.get_state(legacy=True)
     return random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in theirs)

@@ -51,10 +51,10 @@ from eager_offload.torch_private.memory import tree_iter
 _HERE = "here"
 #: If compute stalls for a larger fraction of the step, a plan without recompute also reports the step with it.
 _LONG_STALL = 0.1
-#: Mixtures that are simulated with all windows; the factor over the best time up to which one is searched; and the
-#: relative error of a sum of seconds.
+#: Mixtures that are simulated with all windows; the factor over the best time up to which a mixture is searched; and
+#: the relative error of a sum of seconds.
 _FINALISTS, _NEAR, _ROUNDING = 3, 1.01, 1e-9
-#: Devices of a node if no launcher tells.
+#: Devices of a node, if no launcher has started ranks.
 _NODE = 8
 #: 1/8 of the host budget is left for the rounding of slabs.
 _ROUNDED = 8
@@ -81,10 +81,10 @@ def plan(
         plan = eo.plan(model, tokens, device="h200", device_budget="40GiB")
         print(plan)
 
-    A copy of the model is traced, forward and backward, on fake tensors: those of the process's accelerator or, without
-    one, a CPU's with the kernels and autocast of CUDA; the plan lists the functions for which that is a guess. The
-    model and the process are left unchanged, and only integer and boolean tensors are allocated. A compiled model is
-    planned from its eager code. Times follow a roofline: see :class:`Machine`.
+    A copy of the model is traced, forward and backward, on fake tensors of the process's accelerator. Without one they
+    are a CPU's, with CUDA's kernels and autocast; the plan lists the functions for which this is a guess. The model and
+    the process are left unchanged, and only integer and boolean tensors are allocated. A compiled model is planned from
+    its eager code. Times follow a roofline: see :class:`Machine`.
 
     Args:
         model: real, or on ``meta``, in the mode in which it is trained.
@@ -348,7 +348,6 @@ class Search:
                 yield point
 
     def kept(self, found: _Found) -> dict[str, tuple[Kept, ...]]:
-        """Returns the results that each recomputed block keeps, by name of the block."""
         of = self._recording
         return {name: of.kept(of.calls[name], kept) for name, kept in found.mixture.items()}
 

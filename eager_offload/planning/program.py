@@ -35,8 +35,6 @@ class Op(NamedTuple):
 
 
 class ProgramSave(NamedTuple):
-    """One saved tensor, in the order of saving."""
-
     nbytes: int
     requires_grad: bool
     reason: KeepReason | None
@@ -89,8 +87,6 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """One forward and its backward."""
-
     modules: tuple[str, ...]
     """Names of the modules; the model's own is empty."""
     ops: tuple[Op, ...]
@@ -170,7 +166,7 @@ class Problem:
 
     @cached_property
     def begins(self) -> list[float]:
-        """The begin of each operator without stalls, then the end of the step, in seconds."""
+        """The start times of the operators without stalls, then the end of the step, in seconds."""
         return list(accumulate(self.op_seconds, initial=0.0))
 
     @cached_property

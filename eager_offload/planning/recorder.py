@@ -159,7 +159,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._is_backward, self._forward_ops = True, len(self._ops)
 
     def _module(self) -> int:
-        """Returns the module that runs, or whose gradient is computed."""
         if not self._is_backward:
             number = self._inside[-1]
             self._of_nodes.setdefault(autograd_sequence() - 1, number)  # later operators may make no node

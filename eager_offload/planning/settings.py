@@ -28,7 +28,6 @@ class PlanSettings(PlanPredictions):
 
     @property
     def is_small(self) -> bool:
-        """Whether all saved tensors except parameters are smaller than ``min_bytes``."""
         raise NotImplementedError
 
     @property

@@ -9,12 +9,12 @@ gradients are subtracted, and the memory that FSDP2 holds instead is added:
 2. a unit's whole parameters while it runs, in forward and in backward. The root's, and those of units that do not
    reshard after forward, stay from forward to the end of backward;
 3. the all-gather buffer: in forward until the next unit has its parameters, so that copies overlap; in backward from
-   the begin of the previous unit on, because one unit is prefetched;
+   the start of the unit before it, because one unit is prefetched;
 4. whole gradients until the unit's backward ends, then the buffer of their reduction until the next unit's backward
    ends.
 
-Under tensor parallelism the traced step is already that of one device, with its part of each matrix. FSDP2 shards that
-part. Collectives take no time in a plan. Shards have the (padded) rows of the first rank.
+Under tensor parallelism the model already has one device's part of each matrix, and FSDP2 shards that part. Collectives
+take no time in a plan. Shards have the (padded) rows of the first rank.
 """
 
 from __future__ import annotations
@@ -51,8 +51,6 @@ class Unit(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A parameter on one device."""
-
     unit: int
     nbytes: int
     """Size of its shard, and of its gradient's shard."""
@@ -84,7 +82,6 @@ class Mesh(NamedTuple):
 
 
 def mesh_of(given: object) -> Mesh | None:
-    """Returns the mesh for the sizes, or sizes by name, that a user has given."""
     if given is None:
         return None
     named: dict[Any, Any] = {}
@@ -227,7 +224,7 @@ def _spans(program: Program, sharding: Sharding, *, accumulates: bool) -> Iterat
         for number, unit in enumerate(sharding.units)
     ]
     ended = sorted(backward, key=attrgetter("end"))
-    # By unit, the begin and the end of the reduction of its gradients.
+    # By unit, the start and the end of the reduction of its gradients.
     reduced = {run.unit: (run.end, ops if after is None else after.end) for run, after in zip_longest(ended, ended[1:])}
     for weight in program.weights:
         piece = sharding.pieces.get(weight.name)
@@ -246,7 +243,7 @@ def _spans(program: Program, sharding: Sharding, *, accumulates: bool) -> Iterat
 
 
 def _runs(program: Program, sharding: Sharding, begin: int, end: int) -> list[_Run]:
-    """Returns the runs of all units except the root, by begin; operators outside of all units do not end a run."""
+    """Returns the runs of all units except the root, by start; operators outside of all units do not end a run."""
     units = {name: number for number, unit in enumerate(sharding.units) for name in unit.modules if name}
     around = [
         {number for name in modules_around(module) if (number := units.get(name)) is not None}

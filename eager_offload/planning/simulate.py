@@ -189,7 +189,6 @@ class _Step:
         return max(self.compute, self.clear_from, self.host)
 
     def _wait_for_the_queue(self, done: int) -> None:
-        """Makes the host wait until the operators before ``done`` have run."""
         while len(self.stretches) > 1 and self.stretches[1][0] < done:
             self.stretches.popleft()
         self.host = max(self.host, self.problem.begins[done] + self.stretches[0][1])
@@ -362,7 +361,7 @@ _HIDDEN = 0.005
 
 
 class Candidate(NamedTuple):
-    """A decision: the problem with its windows, the simulated step, and the offloaded fraction."""
+    """A decision: the problem with its windows, the simulated step, and the fraction that is offloaded."""
 
     problem: Problem
     outcome: Outcome
@@ -425,7 +424,7 @@ class PolicySearch:
             for one in _bisected(part, lambda one: one.peak_bytes > budget, halvings, least):
                 if take(one):
                     break
-        # The peak need not fall with the fraction, because more bytes may be in flight: the bisection may miss one.
+        # The peak is not monotonic in the fraction, because more bytes may be in flight: try fractions in even steps.
         for part in parts if not (roughly and fitting) else ():
             for eighth in _EIGHTHS:
                 if eighth > least:
@@ -456,7 +455,6 @@ class PolicySearch:
 
     @cached_property
     def least(self) -> Candidate:
-        """The decision with the lowest peak."""
         return min(self._eighths, key=lambda one: (one.peak_bytes, one.step_seconds))
 
     @cached_property

@@ -28,7 +28,7 @@ swap a parameter that a graph or a weak reference holds. On a tracing thread ``d
 
 [Note: functions]
 ``copy.deepcopy`` does not copy functions. A hook that closes over its model, or over a list of features, would store
-tensors of the trace in the user's objects, where the copy does not look for them. So each function of the copy, and the
+tensors of the trace in the user's objects, and the copy would not find them. So each function of the copy, and the
 loss, is copied:
 
 1. it gets its own closure cells, shared between functions as the originals are;

@@ -13,8 +13,8 @@ replaced with the CPU's autocast, with CUDA's dtype. It casts the same products 
 casts the other functions that CUDA computes in ``float32``. A model that takes the autocast of its tensors' device
 enters the CPU's, and means CUDA's.
 
-A plan names the called functions that may save other tensors on the device than in the trace: those that
-``TargetKernels`` replaces, and those that it leaves to the CPU's kernels.
+A plan names the called functions that may save other tensors on the device than in the trace, whether
+``TargetKernels`` replaces them or not.
 """
 
 from __future__ import annotations
@@ -407,8 +407,8 @@ _autocast = Patches(
 
 @contextmanager
 def autocast_of(target: str) -> Iterator[None]:
-    """Replaces ``torch.autocast(target)`` with the CPU's on the calling thread, also the one that the caller is in:
-    see [Note: target autocast]."""
+    """Replaces ``torch.autocast(target)`` with the CPU's on the calling thread, and enters it if the caller is in the
+    target's: see [Note: target autocast]."""
     before, made, (is_on, dtype) = _local.target, _local.made, _autocast_of(target)
     with _autocast.used():
         _local.target, _local.made = target, []

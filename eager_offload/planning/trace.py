@@ -164,7 +164,6 @@ def _run_step(
     loss: Callable[[Any], Tensor] | None,
     again: Mapping[str, Sequence[Kept]] = _NOTHING,
 ) -> None:
-    """Runs forward and backward of ``model`` under ``recorder``, with the modules of ``again`` recomputed."""
     with recorder.watching(model), recorder:
         with (
             torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
@@ -307,7 +306,6 @@ def _named(holder: Any, ids: set[int], levels: int = 2) -> str:
 
 
 def _variable(cell: CellType) -> str:
-    """Names the closure variable of ``cell``."""
     for closure in gc.get_referrers(cell):
         for function in gc.get_referrers(closure) if type(closure) is tuple else ():
             cells = function.__closure__ if isinstance(function, FunctionType) else None

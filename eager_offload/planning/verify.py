@@ -19,8 +19,8 @@ Two kinds of values may differ between forward and recompute. They are recognize
 - scratch memory of recurrent layers and of ``ctc_loss``: their kernels leave parts of it unwritten.
 
 [Note: early stop]
-torch stops a recompute in the pack of the last value. The values packed by then are those that backward uses, and they
-are compared. Running to the end would run the collectives behind that point on the checking ranks only.
+torch stops a recompute in the pack of the last value. Backward uses the values packed by then, so these are compared.
+Continuing would run later collectives on the checking ranks only.
 """
 
 from __future__ import annotations
