@@ -163,9 +163,6 @@ def _first_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
     return None
 
 
-# -- in the subprocess ------------------------------------------------------------------------------------------------
-
-
 def _train(options: argparse.Namespace) -> int:
     import torch
 

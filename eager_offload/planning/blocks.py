@@ -198,9 +198,8 @@ class Blocks:
             numbers[one] = len(storages)
             moved = one.nbytes if None in one.moved else min(sum(one.moved.values()), one.nbytes)
             dropped, is_forced = max(ops if one.dropped is None else one.dropped, unpacked + 1), one.mark is Mark.PREFER
-            storages.append(
-                Storage(one.nbytes, moved, one.module, one.made, freed, saved, unpacked, dropped, is_forced)
-            )
+            span = one.made, freed, saved, unpacked, dropped
+            storages.append(Storage(one.nbytes, moved, one.module, *span, is_forced))
         for one in self.all:
             if one not in numbers:
                 ends = (one.freed, 0 if one.saved is None else one.dropped)

@@ -283,8 +283,6 @@ class PlanFigures:
         first, *others = sentences(self)
         return "\n".join([first, f"{self.model}{shards} {states} on {self.machine}", *others, *table])
 
-    # -- files --------------------------------------------------------------------------------------------------------
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to ``path`` as JSON, and replaces an existing file."""
         content = _text(self)
@@ -316,9 +314,6 @@ def _by_kind(program: Program) -> dict[str, int]:
         kind = kind_of(program.modules[one.module])
         found[kind] = found.get(kind, 0) + one.nbytes
     return found
-
-
-# -- the text ---------------------------------------------------------------------------------------------------------
 
 
 def sentences(plan: PlanFigures) -> list[str]:

@@ -126,8 +126,6 @@ class Recording:
         return tuple(Kept(kind, tuple(each), calls[kind]) for kind, each in numbers.items())
 
 
-# -- levels -----------------------------------------------------------------------------------------------------------
-
 #: The dispatches whose results each recomputed block keeps, by name of the block.
 Mixture: TypeAlias = Mapping[str, frozenset[int]]
 #: Prices that differ by less than this factor are merged; most levels, including no and full recompute.
@@ -353,8 +351,6 @@ class _Rewriter:
             weights=weights,
         )
 
-    # -- values -------------------------------------------------------------------------------------------------------
-
     def _live(self, value: Value, begin: int, end: int) -> None:
         self.spans.append((value.nbytes, begin, end))
 
@@ -428,8 +424,6 @@ class _Rewriter:
             new.unpack(run.start, run.gone)
         return new
 
-    # -- saves and unpacks --------------------------------------------------------------------------------------------
-
     def _saves(self) -> tuple[list[ProgramSave], dict[int, int], dict[object, int]]:
         """Returns the saves, the index of each storage by value, and the index of each save by its origin."""
         found, numbers, renamed, nodes = list[ProgramSave](), dict[int, int](), dict[object, int](), dict[object, int]()
@@ -471,9 +465,6 @@ class _Rewriter:
                 for _, dispatch, value in run.kept:
                     yield ProgramUnpack(renamed[id(run), "kept", value], run.at(dispatch.op))
                 added += len(run.again)
-
-
-# -- operators --------------------------------------------------------------------------------------------------------
 
 
 def kind_of_call(func: Any) -> str:

@@ -161,8 +161,6 @@ class Plan(PlanFigures, PlanSettings):
             ways.append(FixedWay("checkpointing", self.checkpointing.peak_bytes, self.checkpointing.step_seconds))
         return ways
 
-    # -- for a reader -------------------------------------------------------------------------------------------------
-
     def figure(self) -> Any:
         """Returns a ``plotly.graph_objects.Figure``: live bytes over time, step time by budget, bytes by module.
 

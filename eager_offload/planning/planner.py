@@ -414,32 +414,28 @@ class Search:
         return (1 - _ROUNDING) * total
 
     def _chooser(self, mixture: Mixture) -> PolicySearch:
+        request, settings, machine = self._request, self._request.settings, self._request.machine
         program = computed_again(self._recording, mixture)
-        seconds = tuple(program.seconds(self._request.machine))
-        step = on_one_device(program, self._request.sharding, accumulates=self._request.accumulates)
-        return _chooser(step, seconds, self._request)
-
-
-def _chooser(program: Program, seconds: Sequence[float], request: PlanRequest) -> PolicySearch:
-    settings, machine = request.settings, request.machine
-    device_bytes, movable = machine.memory_bytes or None, program.movable_bytes
-    windows = settings.windows(lambda: device_bytes, [storage.nbytes for storage in program.storages])
-    tried: set[int] = set()
-    if settings.max_inflight_bytes == settings.prefetch_bytes == "auto":
-        tried = {windows.inflight, *(bounded_window(one, movable, device_bytes) for one in WINDOWS)}
-    rests = settings.host_budget
-    states = 0 if request.states is None else request.states.nbytes
-    problem = Problem(
-        replace(program, other_bytes=tuple(one + states for one in program.other_bytes)),
-        seconds,
-        machine.out,
-        machine.back,
-        windows.inflight,
-        windows.prefetch,
-        machine.launch_seconds,
-        rests - rests // _ROUNDED if isinstance(rests, int) else None,
-    )
-    return PolicySearch(problem, sorted(tried))
+        seconds = tuple(program.seconds(machine))
+        program = on_one_device(program, request.sharding, accumulates=request.accumulates)
+        device_bytes, movable = machine.memory_bytes or None, program.movable_bytes
+        windows = settings.windows(lambda: device_bytes, [storage.nbytes for storage in program.storages])
+        tried: set[int] = set()
+        if settings.max_inflight_bytes == settings.prefetch_bytes == "auto":
+            tried = {windows.inflight, *(bounded_window(one, movable, device_bytes) for one in WINDOWS)}
+        budget = settings.host_budget
+        states = 0 if request.states is None else request.states.nbytes
+        problem = Problem(
+            replace(program, other_bytes=tuple(one + states for one in program.other_bytes)),
+            seconds,
+            machine.out,
+            machine.back,
+            windows.inflight,
+            windows.prefetch,
+            machine.launch_seconds,
+            budget - budget // _ROUNDED if isinstance(budget, int) else None,
+        )
+        return PolicySearch(problem, sorted(tried))
 
 
 def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:

@@ -91,8 +91,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._stale: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
         self._held: list[Tensor] = []
 
-    # -- model and inputs ---------------------------------------------------------------------------------------------
-
     def add_given(self, tensor: Tensor) -> None:
         """Adds a stand-in, which lives for the whole step."""
         self._held.append(tensor)
@@ -183,8 +181,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             "and on integers and booleans among the inputs, but on no other numbers. Train without a plan, with "
             "Offload(device_budget=...): it measures the first steps, and moves the least that keeps to the budget"
         )
-
-    # -- operators ----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self,
@@ -283,8 +279,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         stale = None if storage is None else self._stale.get(storage_key(storage))
         return stale is None or stale() is None
 
-    # -- autograd -----------------------------------------------------------------------------------------------------
-
     def pack(self, tensor: Tensor) -> _Handle:
         """Returns the handle of a saved tensor; called while its operator is recorded."""
         with self.unseen():
@@ -352,8 +346,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             whole = self.blocks.unpack(saved, dtype, len(self._ops))
             with _as_it_is(whole):
                 return whole.as_strided(*place)
-
-    # -- result -------------------------------------------------------------------------------------------------------
 
     def recording(self) -> Recording:
         self.blocks.note_deaths(len(self._ops))

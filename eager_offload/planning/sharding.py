@@ -186,9 +186,6 @@ def _of_groups(
     return Sharding(shards, tuple(units), pieces, parts, devices)
 
 
-# -- the step on one device -------------------------------------------------------------------------------------------
-
-
 def on_one_device(program: Program, sharding: Sharding | None, *, accumulates: bool) -> Program:
     """Returns ``program`` with the parameters and gradients of one device: see [Note: FSDP2 memory].
 

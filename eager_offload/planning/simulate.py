@@ -193,8 +193,6 @@ class _Step:
             self.stretches.popleft()
         self.host = max(self.host, self.problem.begins[done] + self.stretches[0][1])
 
-    # -- forward ------------------------------------------------------------------------------------------------------
-
     def _save(self, save: int) -> None:
         one, storage = self.saves[save], self.storages[self.saves[save].storage]
         number, first = one.storage, self.of.first[one.storage]
@@ -268,8 +266,6 @@ class _Step:
         self.here.remove(number)
         self.back.pop(number, None)
         self.change[max(storage.freed, self.at)] -= storage.nbytes
-
-    # -- backward -----------------------------------------------------------------------------------------------------
 
     def _unpack(self, save: int) -> None:
         saves, order, number = self.saves, self.order, self.saves[save].storage
@@ -347,8 +343,6 @@ class _Step:
         self.moved_bytes += storage.moved_bytes
         self.change[self.at] += storage.nbytes
 
-
-# -- search -----------------------------------------------------------------------------------------------------------
 
 #: Window sizes in bytes that a plan tries besides the automatic one.
 WINDOWS = tuple(mebibytes << 20 for mebibytes in (272, 528, 1040, 2064))
