@@ -42,7 +42,6 @@ _lock = threading.RLock()
 class Checks:
     verify: Verify
     calls: int = 0
-    """Recomputed calls that were compared."""
     inexact: int = 0
     """Values with different bits and nearly equal sums."""
 
@@ -93,7 +92,6 @@ def _end(used: list[tuple[ModuleCall, _Again]], checks: Checks) -> None:
 
 
 def _modules_named(model: nn.Module, names: Iterable[str]) -> Iterator[nn.Module]:
-    """Yields the modules of these names, with or without wrappers around ``model``."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__} is not accepted: apply takes a torch.nn.Module")
 
@@ -120,7 +118,6 @@ class _Kind:
         self.is_compared = False
         #: The backward in which the last call began (calls inside of a recomputed module do); -1 for none.
         self._backward = -1
-        #: The checks of calls that may still be recomputed.
         self.checks = WeakSet[Check]()
 
     def takes_another(self) -> bool:
@@ -210,7 +207,6 @@ class _Again:
         return check
 
     def _passed(self, users: tuple[Checks, ...], kind: _Kind, inexact: int) -> None:
-        """Counts a compared call with ``inexact`` values of different bits."""
         with self._lock:
             kind.is_compared = True
             is_first = inexact and not any(checks.inexact for checks in users)
@@ -232,7 +228,6 @@ class Policy:
     def __init__(self, kept: Sequence[Kept]) -> None:
         self.kept = kept
         self._numbers = {one.kind: frozenset(one.numbers) for one in kept}
-        #: Calls of operators in forward so far, by kind.
         self._calls = Counter[str]()
         #: The signatures of forward's operator calls, in order.
         self.called: list[object] = []
@@ -243,14 +238,12 @@ class Policy:
         self.takes_nothing = False
 
     def keeps(self, kind: str) -> bool:
-        """Counts an operator call of forward, and returns whether its result is kept."""
         number = self._calls[kind]
         self._calls[kind] += 1
         return number in self._numbers.get(kind, ())
 
     @property
     def other(self) -> str | None:
-        """Names a kind of operator whose number of calls differs from the plan; ``None`` if there is none."""
         for one in self.kept:
             if (calls := self._calls[one.kind]) != one.calls:
                 return f"{one.kind} {calls} and not {one.calls} times"
@@ -324,9 +317,9 @@ def _taking(base: Any) -> type:
     class TakingMode(base):  # type: ignore[misc]  # likewise
         """Returns kept results as long as operator calls and their arguments match those of forward.
 
-        Results are identified by call number. After the first mismatch (e.g. a table or an autocast cast that forward
-        made and the recompute finds cached) numbers may refer to other results, so all further operators run. An
-        operator whose kept result was written to runs, too.
+        Results are identified by call number. After the first mismatch (e.g. a cast that autocast has cached since
+        forward) numbers may refer to other results, so all later operators run. An operator whose kept result was
+        written to also runs.
         """
 
         supports_higher_order_operators = True
@@ -375,7 +368,6 @@ def _operator(func: Any) -> _Operator:
     return _Operator(func in SAC_IGNORED_OPS, kind_of_call(func), written)
 
 
-#: The operator of ``torch.tensor``.
 _MADE_BY_PYTHON = torch.ops.aten.lift_fresh.default
 #: Parts of the errors of torch's mode for a missing result, and for a result that was written to.
 _REFUSALS = ("has been mutated", "encountered during backward")
@@ -384,8 +376,8 @@ _REFUSALS = ("has been mutated", "encountered during backward")
 class _Flow:
     """Names the arguments of the operators in one run of a block, without holding them.
 
-    Tensors are named by their storage, equally in each run: an argument of the block by its place, a result by the
-    operator that made it, any other tensor (e.g. a parameter) by the order of its first use.
+    Names are of storages, and equal in each run: an argument of the block by its place, a result by its operator, any
+    other tensor (e.g. a parameter) by the order of first use.
     """
 
     def __init__(self) -> None:
@@ -394,14 +386,12 @@ class _Flow:
         self._elsewhere = _Names()
         #: Operators whose results were written to; not all views share a version counter with their base.
         self.written = set[object]()
-        #: The storages of the last operator's arguments.
         self._given: list[int] = []
         #: For each argument, the first argument with the same storage.
         self._first: list[int] = []
         self._forward: _Flow | None = None
 
     def begin(self, given: Iterable[Any], forward: _Flow | None = None) -> None:
-        """Names the arguments of the block, in forward or in a recompute."""
         if self._names.known:
             return  # only the first run uses kept results
         tensors = [one for one in given if type(one) in _PLAIN and _has_storage(one)]
@@ -491,7 +481,7 @@ _checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
 
 
 def _kind(value: Any) -> object:
-    """Returns a key that equal kinds of arguments share: shape, dtype and device, or the class."""
+    """Returns shape, dtype and device of tensors, otherwise the class."""
     if isinstance(value, Tensor):
         return shape_of(value), value.dtype, value.device
     if type(value) in _COPIED:

@@ -33,7 +33,6 @@ class Block:
     nbytes: int
     made: int
     module: int
-    #: Its index in ``Blocks.all``.
     number: int
     #: The operator at which forward has dropped it; ``None`` while it lives.
     freed: int | None = None
@@ -64,7 +63,6 @@ class SavedBlock:
     def __init__(self, block: Block, tensor: Tensor) -> None:
         self.block, self.use = block, Use()
         self._place = tensor.device
-        #: A copy of the storage, if its values are known.
         self._known: torch.UntypedStorage | None = None
         if not is_fake(type(tensor)):
             with without_dispatch_modes():
@@ -72,7 +70,6 @@ class SavedBlock:
         self._copies: dict[torch.dtype, Tensor] = {}
 
     def copy(self, dtype: torch.dtype) -> Tensor:
-        """Returns the reloaded storage, as a one-dimensional tensor."""
         found = self._copies.get(dtype)
         if found is None:
             length, place = self.block.nbytes // dtype.itemsize, self._place
@@ -168,7 +165,6 @@ class Blocks:
         return copy
 
     def _watch(self, owner: Any, block: Block) -> weakref.ref[Any]:
-        """Notices the death of ``owner``, which backward holds in place of ``block``."""
 
         def died(weak: object) -> None:
             self._events.append((dropped, weak))
@@ -231,7 +227,6 @@ class Place(NamedTuple):
 class _Open:
     module: int
     begin: Place
-    #: The states of Python's and numpy's random numbers at its start.
     numbers: tuple[object, ...]
     inputs: dict[Block, Input]
     end: Place | None = None
@@ -250,7 +245,6 @@ class Calls:
         self._decided: list[int] = []
 
     def enter(self, module: int, place: Place, arguments: object, min_bytes: int, *, is_backward: bool) -> None:
-        """Begins a call of ``module``; in backward the model itself recomputes it."""
         self._times[module] += 1
         if is_backward:
             return
@@ -308,7 +302,6 @@ class Calls:
                 yield call.module
 
     def of(self, modules: Collection[int]) -> Iterator[Call]:
-        """Yields the call of each of ``modules``."""
         for one in self._all:
             if one.module in modules and one.end is not None:
                 begin, end = one.begin, one.end

@@ -1,9 +1,9 @@
 """Derives the step with recomputed blocks from the trace of the step without checkpoints, and prices their results.
 
 [Note: recomputed blocks]
-``torch.utils.checkpoint`` saves a block's inputs, and torch's selective policy saves the results of chosen operators.
-When backward first unpacks a value of the block, all other operators run again in the order of forward, needed or not,
-up to the block's last save. Relative to the trace without checkpoints:
+A checkpoint saves a block's inputs, and a selective policy the results of chosen operators. When backward first unpacks
+a value of the block, all other operators up to the block's last save run again, in order. Relative to the trace without
+checkpoints:
 
     forward    has the same operators; of the block's values, only inputs and kept results stay alive
     backward   has the block's operators, except those with kept results, before the block's first unpack
@@ -31,9 +31,8 @@ class Value(NamedTuple):
     module: int
     made: int
     freed: int
-    """The operator at which forward drops it. If only autograd saves it: the operator at which it is freed."""
+    """The operator at which forward drops it; of a value that autograd keeps alive, the same as ``end``."""
     end: int
-    """The operator at which it is freed."""
     storage: int
     """Index among the movable storages; -1 if it cannot move."""
 
@@ -48,7 +47,6 @@ class Dispatch(NamedTuple):
     last: int
     """It has made the storages of ``values[first:last]``."""
     may_stay: bool
-    """Whether its results can be kept instead of running it again."""
 
 
 class Kept(NamedTuple):
@@ -56,9 +54,7 @@ class Kept(NamedTuple):
 
     kind: str
     numbers: tuple[int, ...]
-    """Indices among the calls of this kind in the block."""
     calls: int
-    """Calls of this kind in the block."""
 
     @property
     def name(self) -> str:
@@ -100,7 +96,6 @@ class Recording:
     saved_values: tuple[int, ...]
     """The value of each save; -1 if it has none."""
     calls: Mapping[str, Call]
-    """The modules that may be recomputed, by name."""
     dispatches: tuple[Dispatch, ...]
 
     def stop(self, call: Call) -> int:
@@ -273,7 +268,6 @@ class _Rewriter:
     def __init__(self, of: Recording, runs: list[_Run]) -> None:
         self.of, self.runs, self.old = of, runs, of.program
         again: dict[int, list[Op]] = defaultdict(list)
-        #: Forward operators of the blocks that have a policy.
         with_policy = dict[int, Op]()
         for run in runs:
             policed = _policed(of, run) if run.kept else dict[int, Op]()
@@ -468,7 +462,6 @@ class _Rewriter:
 
 
 def kind_of_call(func: Any) -> str:
-    """Returns the name by which calls of ``func`` are counted; all attention kernels share one."""
     return _ATTENTION if _ATTENTION in str(func) else str(func)
 
 
@@ -477,8 +470,8 @@ _ATTENTION = "scaled_dot_product"
 
 
 def has_steady_results(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Returns whether the results of the call may be kept instead of running ``func`` again: it must not write to its
-    arguments, draw random numbers or communicate."""
+    """Returns whether the results of the call may be kept: ``func`` must not write, draw random numbers or
+    communicate."""
     if getattr(func, "namespace", "") not in ("aten", "prims"):
         return False  # unknown operators may draw random numbers
     if not has_effects(func):

@@ -1,9 +1,9 @@
 """Rates of a device and its link: ``Machine``, a table of known devices, and measurements of others.
 
     measure      measures a device and its link on each call
-    machine_of   returns a device of the table, or measures it once per process
-    link_of      measures the link to host memory once; ``disk_link`` measures the link to a disk
-    here         returns the device and the link of this process, for the settings of an ``Offload``
+    machine_of   a device of the table, or measured once per process
+    link_of      the link to host memory, measured once; ``disk_link`` to a disk
+    here         the device and the link of this process, for the settings of an ``Offload``
 
 None of them is called inside pack or unpack.
 """
@@ -90,14 +90,13 @@ class Machine:
                 raise ConfigError(f"{field.name}={value!r} is not accepted: {field.name} of a Machine takes {accepted}")
 
     def seconds(self, flops: float, nbytes: float, *, single: bool = False, policies: int = 0) -> float:
-        """Returns the time of an operator by the roofline model of Williams, Waterman and Patterson: the longer of its
-        compute and its memory traffic, in seconds; 0 if it has neither.
+        """Returns the time of an operator in seconds by the roofline model of Williams, Waterman and Patterson.
 
         Args:
             flops: FLOP of its products.
             nbytes: bytes read and written.
             single: whether the operands of its products have 32 bits or more.
-            policies: calls of a checkpointing policy: for the operator and the views before it.
+            policies: calls of a checkpointing policy, for the operator and the views before it.
         """
         if nbytes == 0 and flops == 0:
             return 0.0
@@ -193,7 +192,6 @@ def name_of(device: torch.device) -> str:
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Returns the bytes of memory of ``device``; ``None`` if unknown."""
     from eager_offload.runtime.accelerator import accelerator_runtime
     from eager_offload.tiers.limits import host_capacity
 
@@ -277,7 +275,6 @@ def _with_link(machine: Machine, link: LinkRates) -> Machine:
 
 # -- measuring --------------------------------------------------------------------------------------------------------
 
-#: Seconds of one measurement of a rate.
 _SECONDS = 0.02
 #: Rows and columns of a product and bytes of a copy, at a scale of 1.
 _ROWS, _BYTES = 512, 2 << 20

@@ -112,7 +112,6 @@ class _Local(threading.local):
         self.on_devices = {}
 
     generator: torch.Generator | None = None
-    #: CUDA generators by device index.
     on_devices: dict[int, torch.Generator]
     is_uncompiled: bool = False
 

@@ -66,9 +66,7 @@ class Storage(NamedTuple):
     freed: int
     """The operator at which forward drops it."""
     saved: int
-    """The operator after its first save."""
     unpacked_at: int
-    """The operator after its first unpack."""
     dropped: int
     """The operator at which backward drops it."""
     is_forced: bool = False
@@ -94,7 +92,6 @@ class Program:
     saves: tuple[ProgramSave, ...]
     unpacks: tuple[ProgramUnpack, ...]
     storages: tuple[Storage, ...]
-    """In the order of their first saves."""
     other_bytes: tuple[int, ...]
     """Live bytes at each operator, without ``storages``: parameters, inputs, gradients, temporaries and kept saves."""
     repeatable: tuple[int, ...] = ()
@@ -206,7 +203,6 @@ class Problem:
 
     @cached_property
     def unmoved_peak(self) -> int:
-        """The peak in bytes if nothing moves."""
         return max(map(add, self.program.other_bytes, self.stored_bytes), default=0)
 
     @property

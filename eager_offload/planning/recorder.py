@@ -64,9 +64,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self.min_bytes, self.blocks = min_bytes, blocks
         #: Whether tensors saved outside of the modules of ``only`` are kept.
         self._is_limited = is_limited
-        #: The trace's own generators by device.
         self._generators = {generator.device: generator}
-        #: Names of functions whose saves depend on the device.
         self._guessed: dict[str, None] = {}
         self._ops: list[Op] = []
         #: The operators of forward, views included.
@@ -110,7 +108,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Tracks the module that runs; afterwards records the parameters and their gradients."""
         with ExitStack() as hooks:
             for number, (name, module) in enumerate(model.named_modules()):  # the first one is the model
                 if number:
@@ -280,7 +277,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         return stale is None or stale() is None
 
     def pack(self, tensor: Tensor) -> _Handle:
-        """Returns the handle of a saved tensor; called while its operator is recorded."""
         with self.unseen():
             return self._pack(tensor)
 
@@ -374,7 +370,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Returns the local part of a ``DTensor``; other tensors unchanged."""
     return next(plain_tensors(tensor)) if is_distributed(tensor) else tensor
 
 

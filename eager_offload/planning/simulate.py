@@ -70,7 +70,6 @@ class StepSimulator:
         #: By operator, the saves and unpacks of movable storages, in order.
         self.saves_at: dict[int, list[int]] = defaultdict(list)
         self.unpacks_at: dict[int, list[int]] = defaultdict(list)
-        #: By storage, its first and its last save.
         self.first: dict[int, int] = {}
         self.last: dict[int, int] = {}
         for number, save in enumerate(saves):
@@ -87,7 +86,6 @@ class StepSimulator:
                 self.unpacks_at[on_unpack.op].append(on_unpack.save)
                 expected[on_unpack.save] = None
                 rank += 1
-        #: The saves in the order of their first unpack.
         self.expected = list(expected)
         self.ops = sorted({*self.saves_at, *self.unpacks_at, program.forward_ops, len(program.ops)})
         #: Live bytes that no decision changes: the other bytes, plus each storage from its creation.
@@ -134,7 +132,6 @@ class _Step:
         self.stored = [_Stored(number) for number in range(len(self.storages))]
         #: Clocks in seconds: host, compute, the time that compute must wait for, and when each link is free.
         self.host = self.compute = self.clear_from = self.out_free = self.in_free = 0.0
-        #: The operator that is enqueued next.
         self.at = 0
         #: Runs of operators without a wait in between: the first operator, and its delay in seconds.
         self.stretches: deque[tuple[int, float]] = deque()
@@ -430,7 +427,6 @@ class PolicySearch:
         return min(fitting or [self.least], key=lambda one: (one.step_seconds, one.outcome.moved_bytes))
 
     def _least_part(self, budget: int) -> float:
-        """Returns a lower bound on the fraction that fits ``budget``."""
         storages = self.problem.program.storages
         over = self.problem.unmoved_peak - sum(one.nbytes for one in storages if one.is_forced) - budget
         most = max((one.nbytes / one.moved_bytes for one in storages if one.moved_bytes), default=1.0)

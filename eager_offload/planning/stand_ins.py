@@ -296,7 +296,6 @@ def _cast(module: nn.Module, policy: Any) -> None:
 
 
 def values_in(model: nn.Module) -> Iterator[object]:
-    """Yields the attributes of the modules of ``model``, and the elements of containers among them."""
     return (one for module in model.modules() for value in vars(module).values() for one in tree_iter(value))
 
 
@@ -329,7 +328,6 @@ class Rebound:
         self._memo = memo
         self._ids = {key: id(one) for key, one in memo.items() if isinstance(one, nn.Module | nn.Parameter)}
         self._copies = {id(one): one for key, one in memo.items() if key not in (id(memo), id(one))}
-        #: Cells and globals by id, with their copies.
         self._cells: dict[int, tuple[CellType, CellType]] = {}
         self._spaces: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._originals: list[object] = []  # keeps the objects alive whose ids are keys

@@ -39,7 +39,6 @@ from eager_offload.torch_private.memory import tree_map
 _FUSED = "attention (written down as the kernel of CUDA that torch's rules choose)"
 _BATCH_NORM = "batch norm (cuDNN may save a reserve besides)"
 _RECURRENT = "recurrent layers (cuDNN saves one reserve, for oneDNN's workspace or each step's tensors)"
-#: Texts of guessed functions, by torch's name.
 _GUESSED = {
     "_scaled_dot_product_flash_attention": _FUSED,
     "_scaled_dot_product_efficient_attention": _FUSED,

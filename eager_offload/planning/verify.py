@@ -283,7 +283,6 @@ class _Save:
 
 
 def _read(rows: Sequence[Tensor]) -> dict[int, list[float]]:
-    """Returns the numbers of each row by ``id``; synchronizes the devices."""
     found, on_devices = dict[int, list[float]](), defaultdict[torch.device, dict[int, Tensor]](dict)
     for row in rows:
         on_devices[row.device][id(row)] = row
