@@ -51,9 +51,6 @@ class checkpointed(AbstractContextManager[Checks]):
 
     Several contexts may be open, on any thread: a module then has one checkpoint, checked by the strictest ``verify``.
     Calls that have begun keep their checkpoints. A dropped context ends as if it exited, but not at interpreter exit.
-
-    Raises:
-        ConfigError: ``model`` has no module of a name, or ``verify`` is not accepted; nothing has changed then.
     """
 
     def __init__(self, model: nn.Module, again: Mapping[str, Sequence[Kept]], verify: Verify = False) -> None:

@@ -90,8 +90,7 @@ def longest(
     Steps are traced as by :func:`eager_offload.plan`, each length once for all ways.
 
     1. Lengths grow by a factor of 2 to 4 until one does not fit.
-    2. Between it and the longest length that fits, three lengths are interpolated linearly between both peaks, then
-       one is halfway, and so on, until a length fits and the next multiple does not.
+    2. The gap is closed by linear interpolation between both peaks, and by bisection every fourth time.
 
     Args:
         make: returns ``(model, inputs)`` or ``(model, inputs, loss)`` for a length, as for :func:`eager_offload.plan`.

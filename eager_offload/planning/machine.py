@@ -54,12 +54,10 @@ class Machine:
             in forward and again in backward.
         spread: the ninth decile of a rate's measurements divided by the first, the largest of all rates; 1 if nothing
             was measured.
-        kernels: ``"cuda"`` or ``"cpu"``: the kernels whose saves a plan counts. ``"cuda"`` means the process's
-            accelerator if it has one.
+        kernels: ``"cuda"`` (or the process's accelerator) or ``"cpu"``: the kernels whose saves a plan counts.
 
     Raises:
-        ConfigError: a name that is not a text, a rate that is not above 0, a size or a time below 0, a spread below 1,
-            or other kernels.
+        ConfigError: a value of another type or out of range.
     """
 
     name: str
@@ -203,8 +201,8 @@ def memory_of(device: torch.device) -> int | None:
 def here(settings: OffloadConfig) -> Machine:
     """Returns the device of this process, with the link to its first tier by ``settings``.
 
-    This is the accelerator and host memory, or the CPU and a disk, unless the settings name a tier. A device that is
-    not in the table is measured once, in about a second. ``memory_bytes`` is the memory that the process can have now.
+    This is the accelerator and host memory, or the CPU and a disk, unless the settings name a tier. ``memory_bytes`` is
+    the memory that the process can have now.
     """
     import torch
 
@@ -278,9 +276,8 @@ def _with_link(machine: Machine, link: LinkRates) -> Machine:
 _SECONDS = 0.02
 #: Rows and columns of a product and bytes of a copy, at a scale of 1.
 _ROWS, _BYTES = 512, 2 << 20
-#: The first of these scales is used whose product (or copy) takes 0.02 s and has at most 1.5 times the rate of the
-#: scale before, or takes 0.1 s. Small products are too short on busy cores, because the threads of a CPU wait 16 to
-#: 50 ms for each other.
+#: The first of these scales is used at which a product (or copy) takes 0.02 s and is at most 1.5 times as fast as at
+#: the scale before, or takes 0.1 s. On busy cores the threads of a small product wait 16 to 50 ms for each other.
 _SCALES, _LARGE_ENOUGH, _RISING, _LONGEST = (1, 2, 3, 4, 6, 8), 0.02, 1.5, 0.1
 
 

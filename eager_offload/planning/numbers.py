@@ -2,15 +2,14 @@
 
 [Note: random numbers]
 torch has one default generator for all threads. Restoring its state after a trace would make another thread repeat the
-numbers that it drew during the trace. So a trace has its own generator. The recorder passes it to operators
-(``recorder.py``), and within ``numbers_of_its_own`` it also replaces ``torch.random``'s on the tracing thread, for code
-that gets or sets a state (e.g. a checkpoint). The same holds for the generators of CUDA devices. The states of Python's
-and numpy's generators are restored, so no other thread should draw from them during a trace.
+numbers that it drew during the trace. So a trace has its own generator, which the recorder passes to operators, and
+which replaces ``torch.random``'s on the tracing thread, for code that gets or sets a state (e.g. a checkpoint). The
+same holds for CUDA's generators. Python's and numpy's are restored, so other threads should not draw from them.
 
 [Note: compiled code]
-Dynamo compiles nothing inside a dispatch mode, and it marks the code that it sees there, which would then never be
-compiled in this process. So a planning thread runs compiled functions eagerly, without calling Dynamo. torch has one
-stance for all threads; the patch changes it for the planning thread only.
+Dynamo marks code that it sees inside a dispatch mode, and never compiles it afterwards. So a planning thread runs
+compiled functions eagerly, without calling Dynamo. torch has one stance for all threads; the patch changes it for the
+planning thread only.
 
 [Note: caches]
 A ``functools.lru_cache`` filled by a trace would return fake tensors to training; an emptied one would be recomputed

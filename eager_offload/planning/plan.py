@@ -55,13 +55,13 @@ class Plan(PlanFigures, PlanSettings):
 
         A module whose recompute differs from its forward would get wrong gradients. So fingerprints of its saves are
         compared in its first two steps for each combination of shapes, dtypes and training mode; this waits for the
-        device once per module. A difference raises an ``OffloadError`` from ``backward()``, before gradients are
-        computed from it. The ``with`` returns counts: ``calls`` that were compared, and ``inexact`` values, whose bits
-        differ while their sums nearly agree.
+        device once per module. A difference raises an ``OffloadError`` from ``backward()``, before it reaches a
+        gradient. The ``with`` returns counts: compared ``calls``, and ``inexact`` values, whose bits differ while their
+        sums nearly agree.
 
-        The checkpoints are non-reentrant and preserve RNG state, inside the regions of ``skip`` and ``only``. The
+        The checkpoints are non-reentrant, preserve RNG state, and are inside the regions of ``skip`` and ``only``. The
         model's parameters, hooks and ``state_dict`` stay unchanged; copies of it have no checkpoints. Several contexts
-        may be open, on any thread. Without recomputed modules the ``with`` does nothing.
+        may be open, on any thread.
 
         Args:
             model: the planned model or one of the same structure, wrapped (e.g. by DDP) or not.

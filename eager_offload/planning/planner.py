@@ -1,11 +1,10 @@
 """``plan``: predicts a training step, and searches for the fastest one that fits a budget.
 
 [Note: recompute levels]
-Most models consist of repeated blocks. A *level* is a price in seconds per byte: a recomputed block keeps the results
-that cost more to recompute than this, and a fraction of the kept bytes is offloaded. A *mixture* gives all blocks one
-level, or two levels that alternate evenly: copies of the blocks that keep more are then hidden behind the recompute of
-the others. The search takes the fastest mixture that fits. Only the step without checkpoints is traced; ``levels.py``
-derives the others from it.
+A *level* is a price in seconds per byte: a recomputed block keeps the results that cost more to recompute, and a
+fraction of the kept bytes is offloaded. A *mixture* gives all repeated blocks one level, or two levels that alternate
+evenly, so that the recompute of some blocks hides the copies of the others. The search takes the fastest mixture that
+fits. Only the step without checkpoints is traced; ``levels.py`` derives the others.
 """
 
 from __future__ import annotations
@@ -91,30 +90,29 @@ def plan(
         inputs: a tensor, a tuple or list of arguments, or a mapping of keywords. They may include objects (e.g. a
             cache), which are copied. Integers and booleans should be real tensors, because models inspect masks.
         loss: maps the model's result to the loss; ``None``: the result itself, or its ``loss``.
-        device: ``"here"``, which is measured; ``"h200"``, ``"h100"``, ``"a100"``, ``"l40s"`` or ``"rtx4090"``; or a
-            :class:`Machine`.
+        device: ``"here"``, which is known by its name or measured; ``"h200"``, ``"h100"``, ``"a100"``, ``"l40s"`` or
+            ``"rtx4090"``; or a :class:`Machine`.
         device_budget: bytes of device memory that the step may take, or a text (e.g. ``"40GiB"``); ``None`` or
-            ``"auto"``: all memory of the device; with ``"here"``, nine tenths of the free memory.
+            ``"auto"``: all memory of the device; with ``"here"``, nine tenths of the free memory plus the memory that
+            the process has.
         host_budget: bytes that the tier may store at one time, in the same form; an eighth is left for the rounding of
             slabs. Tensors beyond it are kept. ``None``: unlimited. The ``Offload`` gets it too.
-        optimizer: a class, an instance, or a function of a list of parameters. Its states after one step count for the
-            whole step, for each trained parameter; ``None``: no states are counted.
-        optimizer_bytes: bytes of optimizer states in place of those of ``optimizer`` (e.g. for 8-bit states).
+        optimizer: a class, an instance, or a function of a list of parameters. Its states count for the whole step;
+            ``None``: no states are counted.
+        optimizer_bytes: bytes of optimizer states, instead of ``optimizer`` (e.g. for 8-bit states).
         mesh: the sizes of the mesh over which FSDP2 will shard the given, whole model: ``(8,)``, or ``(2, 8)`` with
-            two replicas. The plan is for one device, on which the running block and the next one are gathered;
-            collectives take no time. Or sizes by name (``{"fsdp": 8, "tp": 2}``, also ``"replicate"``) for a model that
-            ``parallelize_module`` has divided, possibly in a single process (a group with the backend ``"fake"``). A
-            model that ``fully_shard`` has sharded needs no ``mesh``.
+            two replicas. Or sizes by name (``{"fsdp": 8, "tp": 2}``, also ``"replicate"``) for a model that
+            ``parallelize_module`` has divided, possibly in a single process (a group with the backend ``"fake"``). The
+            plan is for one device; collectives take no time. A model with ``fully_shard`` needs no ``mesh``.
         accumulation: backward passes per optimizer step. With 2 or more, gradients of the previous pass count from the
             start (sharded under FSDP2).
         policy: ``"least"``: the least movement that fits the budget, with the shortest stall; ``"free"``: only
             tensors whose copies are hidden; ``"max"``: everything movable.
-        recompute: whether repeated blocks may be recomputed in backward, in whole or except for their costliest
-            results in seconds per byte, if that is faster than offloading their saves. :meth:`Plan.apply` puts
-            checkpoints around them. Requires ``policy="least"``. If false and nothing fits, or compute stalls for a
-            tenth of the step, the plan reports the step with recompute.
-        config: the settings of the ``Offload`` that will be used. The plan respects its ``min_bytes``, windows,
-            ``skip`` and ``only``, and budgets that are not given here. ``Offload(plan=...)`` takes them from the plan.
+        recompute: whether repeated blocks may be recomputed in backward, except for their costliest results, if that is
+            faster than offloading their saves. :meth:`Plan.apply` puts checkpoints around them. Requires
+            ``policy="least"``.
+        config: the settings of the ``Offload`` that will be used: the plan respects ``min_bytes``, windows, ``skip``
+            and ``only``, and budgets that are not given here. ``Offload(plan=...)`` takes them from the plan.
 
     If ``torch.distributed`` has a process group of several ranks, all ranks must call ``plan`` together. They get one
     plan, made from the arguments of rank 0 for the smallest of their budgets; an error on one rank is raised on all.
@@ -126,11 +124,11 @@ def plan(
         ConfigError: an unknown device or policy; a size below 0; a pattern of ``skip`` or ``only`` that matches no
             module; ``keep_last_bytes`` in ``config``; an optimizer whose trial step fails; or a ``mesh`` with a
             sharded model, or one that differs from the model's tensor parallelism.
-        PlanError: the step depends on tensor values, which a trace does not have (train with ``device_budget=``, which
-            measures); it calls a function that cannot be traced (e.g. FlexAttention); it changes a tensor outside of
-            the model; it has a module of TorchScript; an input cannot be copied; an object outside of the model holds a
-            tensor of the trace afterwards; or the model's shards are currently gathered. The text names the module or
-            the tensor. The model's own errors are raised unchanged, with a note that names the module.
+        PlanError: the step depends on tensor values, which a trace does not have (train with ``device_budget=``
+            instead); it calls a function that cannot be traced (e.g. FlexAttention); it changes a tensor outside of the
+            model; a module is of TorchScript; an input cannot be copied; an object outside of the model holds a tensor
+            of the trace afterwards; or the model's shards are currently gathered. The model's own errors are raised
+            unchanged, with a note that names the module.
     """
     return agreed(
         lambda: request_of(
@@ -246,7 +244,7 @@ def _make(
     chosen, kept = found.chosen, search.kept(found)
     lowest = [found.chooser.least, *([search.all_again.least] if recompute else [])]
 
-    # The windows of the plan hold from the first step on, before any step is measured.
+    # Training uses the planned windows from the first step on.
     settings = replace(settings, max_inflight_bytes=chosen.problem.window, prefetch_bytes=chosen.problem.ahead)
     made = Plan(
         type(model).__name__,
@@ -274,7 +272,6 @@ def _make(
 
 
 def _node() -> int:
-    """Returns the devices of a node: the ranks that a launcher has started here, or the usual number."""
     ranks = ranks_here()
     return _NODE if ranks.is_guess or ranks.number == 1 else ranks.number
 
@@ -359,8 +356,8 @@ class Search:
     def best(self, among: Sequence[Mixture], found: _Found | None = None, budget: int | None = None) -> _Found:
         """Returns the best of ``among`` and ``found`` for ``budget`` (by default the plan's).
 
-        1. Each mixture has a lower bound on its step time: first its compute time, then, once its program is made, its
-           floor (the longer of compute and the link's time for the bytes over the budget).
+        1. The lower bound on a mixture's step time is its compute time, and once its program is made, its floor for the
+           bytes over the budget.
         2. Mixtures are simulated with few windows, the lowest bound first, until no bound is below the best time.
         3. The finalists are simulated with all windows.
         """

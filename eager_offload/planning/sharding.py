@@ -1,8 +1,8 @@
 """Live bytes of parameters and gradients on one device under FSDP2 and tensor parallelism, and one plan for all ranks.
 
 [Note: FSDP2 memory]
-The step is traced with whole parameters on one device. ``other_bytes`` is then corrected: whole parameters and
-gradients are subtracted, and the memory that FSDP2 holds instead is added:
+The step is traced with whole parameters on one device. In ``other_bytes``, whole parameters and gradients are then
+replaced with the memory that FSDP2 holds:
 
 1. the shards of parameters for the whole step, and the shards of a unit's gradients from its reduction on (for the
    whole step with accumulation);
@@ -212,7 +212,7 @@ class _Run(NamedTuple):
 
 
 def _spans(program: Program, sharding: Sharding, *, accumulates: bool) -> Iterator[_Span]:
-    """Yields the corrections to the live bytes of ``program``; negative bytes are subtracted."""
+    """Yields the corrections to the live bytes of ``program``, which may be negative."""
     ops, turn = len(program.ops), program.forward_ops
     forward, backward = _runs(program, sharding, 0, turn), _runs(program, sharding, turn, ops)
     of_root = [(0, ops), (0, forward[0].begin + 1 if forward else turn)]
@@ -342,7 +342,7 @@ def model_text(model: nn.Module) -> str:
 
 
 def _try(work: Callable[[], _P]) -> tuple[_P | None, Exception | None, OffloadError | None]:
-    """Returns the result of ``work``, or its error and the error for the other ranks, which wait for an answer."""
+    """Returns the result of ``work``, its error, and the error for the other ranks, which wait for an answer."""
     try:
         return work(), None, None
     except Exception as error:

@@ -16,9 +16,7 @@ In a compiled graph (``Problem.ordered``) transfers and waits have fixed places.
 the window is full, and for all copies at the end of forward; sources are freed at these waits. The peak is therefore
 independent of timing.
 
-``PolicySearch`` bisects the fraction of bytes to offload (``budget.share`` picks the storages) for several windows. The
-window matters more than the picked storages: the link stays busy as long as the window has copies for it, and a window
-takes memory.
+``PolicySearch`` bisects the fraction of bytes to offload for several windows; ``budget.share`` picks the storages.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ class Outcome(NamedTuple):
 
 
 class StepSimulator:
-    """Simulates decisions for one problem, and shares the work that does not depend on a decision."""
+    """Simulates decisions for one problem."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -94,11 +92,7 @@ class StepSimulator:
         self.made = list(map(add, live_bytes(count, spans), program.other_bytes))
 
     def run(self, moves: Moves, problem: Problem | None = None) -> Outcome:
-        """Simulates the step with ``moves``, plus the forced storages, as far as the tier has room.
-
-        Args:
-            problem: the same problem with other windows.
-        """
+        """Simulates the step with ``moves`` (see ``Problem.within_room``); ``problem`` may have other windows."""
         problem = problem or self.problem
         return _Step(self, problem, problem.within_room(moves)).run()
 
@@ -146,7 +140,6 @@ class _Step:
         self.back: dict[int, float] = {}
         self.here = set(range(len(self.storages)))
         self.reloaded_storages = set[int]()
-        #: Whether the unpack order is in force: from the first unpack on.
         self.is_arranged = False
         #: Saves that the running node has unpacked, their storages, and the number of unpacks so far.
         self.unpacked: list[int] = []
@@ -352,7 +345,7 @@ _HIDDEN = 0.005
 
 
 class Candidate(NamedTuple):
-    """A decision: the problem with its windows, the simulated step, and the fraction that is offloaded."""
+    """A decision and its simulated step."""
 
     problem: Problem
     outcome: Outcome
@@ -465,11 +458,7 @@ def _bisected(
     halvings: int = _HALVINGS,
     begin: float = 0.0,
 ) -> Iterator[Candidate]:
-    """Yields the candidates of a bisection of the fraction between ``begin`` and 1.
-
-    Args:
-        is_more: whether the fraction of a candidate is too small.
-    """
+    """Yields the candidates of a bisection between ``begin`` and 1; ``is_more``: whether a fraction is too small."""
     yield (low := part(begin))
     if not is_more(low):
         return

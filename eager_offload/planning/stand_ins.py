@@ -1,26 +1,24 @@
 """Stand-ins of a trace: copies of a model, its inputs and its functions, with fake tensors.
 
 [Note: outside tensors]
-A step may read tensors that belong to neither the model nor the inputs: a loss reads parameters of a head, a module in
-a closure has statistics, a table is a global. Each gets a stand-in when it is first passed to a torch function, and
-keeps it. So the user's tensor is not written to, and the stand-in gets its gradient. Tensors of the model itself map to
-those of the copy. A tensor that reaches an operator in another way (e.g. as an argument of a
-``torch.autograd.Function``) is refused by the recorder if the step would change it.
+A step may read tensors of neither the model nor the inputs (e.g. parameters of a head in the loss, or a global table).
+Each gets a stand-in when it is first passed to a torch function, so that the user's tensor gets no writes and no
+gradient. Tensors of the model map to those of the copy. If a tensor reaches an operator in another way (e.g. as an
+argument of a ``torch.autograd.Function``), and the step would change it, the recorder raises.
 
 [Note: known values]
-Integers and booleans that depend on no parameter or activation (token numbers, masks, positions) are real in the trace,
-and results that depend on them alone are computed. So models can inspect a mask, and count indices. Small constants
-from outside have known values too. All other tensors are fake; reading the value of one is an error that names the
-module.
+Integers and booleans that depend on no parameter or activation (token numbers, masks, positions) are real, and results
+that depend on them alone are computed, so that models can inspect masks and indices. Small constants from outside have
+known values too. All other tensors are fake; reading a value of theirs is an error that names the module.
 
 [Note: sharded models]
 The copy of a model with ``fully_shard`` has whole parameters, in the dtype in which they are gathered, and none of
 FSDP2's hooks. Inputs and outputs are cast as by those hooks.
 
 [Note: tensor parallelism]
-The stand-in of a ``DTensor`` wraps a stand-in of its local part, with the same mesh and placements. The recorder leaves
-its operators to torch, which calls them on the local parts, with collectives in between. torch also runs each operator
-on meta tensors of the whole shape, to find the shape of the result; those runs are not recorded.
+The stand-in of a ``DTensor`` wraps a stand-in of its local part, with the same mesh and placements. torch dispatches
+its operators to the local parts, with collectives in between. torch also runs each operator on meta tensors of the
+whole shape, to infer the shape of the result; those runs are not recorded.
 
 [Note: modules converted in forward]
 ``module.to(...)`` sets the ``data`` of a real parameter, but swaps a fake one with another tensor. torch refuses to
@@ -32,10 +30,10 @@ tensors of the trace in the user's objects, and the copy would not find them. So
 loss, is copied:
 
 1. it gets its own closure cells, shared between functions as the originals are;
-2. copied objects are replaced with their copies in cells, and in globals that name them;
-3. containers are copied too, so that the loss finds the entries of a hook, and the user does not;
-4. keys of dictionaries are replaced as values are, and the ``id`` of a module or parameter with the ``id`` of its copy,
-   because hooks use both to look up their module.
+2. copied objects in cells, and in globals that name them, are replaced with their copies;
+3. containers are copied too, so that the loss, and not the user, finds the entries of a hook;
+4. keys of dictionaries are replaced as values are, and the ``id`` of a module or parameter with that of its copy,
+   because hooks look up their module by both.
 """
 
 from __future__ import annotations
@@ -143,8 +141,7 @@ class StandIns(TorchFunctionMode):
     def copy_of(
         self, model: nn.Module, inputs: object, loss: Callable[[Any], Tensor] | None
     ) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
-        """Returns copies of the model, its inputs and the loss, with stand-ins for all tensors; raises ``PlanError`` if
-        one cannot be copied."""
+        """Returns copies of the model, its inputs and the loss, with stand-ins for all tensors."""
         found: dict[int, Any] = {}
         groups = sharded_groups(model)
         for group in groups:
@@ -443,7 +440,6 @@ def _contents(cells: Iterable[CellType]) -> Iterator[Any]:
 
 
 def _is_users(kind: type) -> bool:
-    """Returns whether the attributes of objects of the class are the user's."""
     return kind is SimpleNamespace or not is_library(kind.__module__)
 
 

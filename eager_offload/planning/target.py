@@ -2,10 +2,9 @@
 
 [Note: target kernels]
 If the process has an accelerator, the step is traced on fake tensors of it, and torch chooses kernels and autocast.
-Otherwise fake CUDA tensors would need a driver. So the tensors are the CPU's, and ``TargetKernels`` calls CUDA's
-operators in place of those that save other tensors on a CPU; their meta kernels and derivatives are in every build of
-torch. The conditions are torch's for CUDA (``sdp_utils.cpp``, ``Normalization.cpp``, ``Dropout.cpp``), for a device
-with tensor cores.
+Without one, fake CUDA tensors would need a driver. So the tensors are the CPU's, and ``TargetKernels`` replaces the
+operators that save other tensors on CUDA with CUDA's, whose meta kernels and derivatives are in every build of torch.
+The conditions are torch's (``sdp_utils.cpp``, ``Normalization.cpp``, ``Dropout.cpp``), for a device with tensor cores.
 
 [Note: target autocast]
 Without the device, torch disables ``torch.autocast("cuda")`` with a warning. On a thread that traces for CUDA it is

@@ -1,15 +1,13 @@
 """Traces a model and its inputs into a ``Recording``, on fake tensors: nothing is computed or allocated.
 
 [Note: tracing]
-The traced model is a copy whose parameters are fake tensors of the device, or of a CPU in its place (target.py). The
-user's model is not touched, because another thread may be training it, and all hooks of the trace are on the copy.
-Inputs and functions have stand-ins too (stand_ins.py). Backward runs on the calling thread on any device, because the
-modes and settings of a trace are thread-local.
+The traced model is a copy whose parameters are fake tensors of the device, or of a CPU in its place (target.py). Hooks
+are on the copy only: another thread may be training the user's model. Inputs and functions have stand-ins too
+(stand_ins.py). Backward runs on the calling thread, because the modes of a trace are thread-local.
 
 [Note: leaked tensors]
-A step may store a tensor in an object outside of the copy (e.g. in a list that a hook fills). A fake tensor must not
-stay there unnoticed, and the library does not change the user's objects. So a tensor of the trace that is alive
-afterwards is an error, which names its holder.
+A step may store a fake tensor in an object outside of the copy (e.g. in a list that a hook fills). The library does not
+change the user's objects, so a tensor of the trace that is alive afterwards is an error, which names its holder.
 """
 
 from __future__ import annotations

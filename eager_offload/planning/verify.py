@@ -2,21 +2,19 @@
 
 [Note: fingerprints]
 A fingerprint is five numbers, computed on the device of the value without a synchronization: both halves of a 64-bit
-hash of its bytes, the sum of magnitudes, a sum weighted by position, and the sum of squares. Different kernels differ
-in the last bits, so unequal hashes alone are no error. Two draws of a large random tensor have nearly equal sums of
-magnitudes; their weighted sums, relative to the root of the sum of squares, differ by as much as the draws.
+hash of its bytes, the sum of magnitudes, a sum weighted by position, and the sum of squares. Other kernels give other
+last bits, so unequal hashes alone are not an error. Two random draws have nearly equal sums of magnitudes, but their
+weighted sums differ, relative to the root of the sum of squares.
 
 [Note: final values]
 An operator may fill a tensor after packing it (e.g. the noise of ``rrelu``); autograd's sequence number tells when the
 operator has returned. So values that require no grad are read at the first later pack, or at the end.
 
 [Note: values compared by shape]
-Two kinds of values may differ between forward and recompute. They are recognized by the operator's saves (see
-``_Operator``), because torch selects other kernels under a dispatch mode:
-
-- running statistics of a batch norm, or an instance norm's copies of them: each call in training updates them, and
-  backward does not use them;
-- scratch memory of recurrent layers and of ``ctc_loss``: their kernels leave parts of it unwritten.
+Two kinds of values may differ: running statistics of batch and instance norm, which each call in training updates and
+backward does not use; and scratch memory of recurrent layers and ``ctc_loss``, which kernels leave partly unwritten.
+They are recognized by the operator's saves (see ``_Operator``), because torch selects other kernels under a dispatch
+mode.
 
 [Note: early stop]
 torch stops a recompute in the pack of the last value. Backward uses the values packed by then, so these are compared.
@@ -65,7 +63,6 @@ class Check:
     """Checks the recomputes of one call of a module.
 
     Args:
-        name: name of the module.
         is_strict: whether values that differ in their last bits are an error.
         passed: called after each recompute that agrees, with the number of values that differ in their last bits.
     """
