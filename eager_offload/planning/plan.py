@@ -74,7 +74,7 @@ class Plan(PlanFigures, PlanSettings):
 
     @cached_property
     def relief(self) -> Relief | None:
-        """The smallest larger budget, rounded, with which compute stalls for at most a twentieth of the step.
+        """The smallest larger budget, in round numbers, with which compute stalls for at most 1/20 of the step.
 
         ``None`` if the stall is already that short, if no budget reaches it, or if modules are recomputed.
         """

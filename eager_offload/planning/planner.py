@@ -93,8 +93,7 @@ def plan(
         device: ``"here"``, which is known by its name or measured; ``"h200"``, ``"h100"``, ``"a100"``, ``"l40s"`` or
             ``"rtx4090"``; or a :class:`Machine`.
         device_budget: bytes of device memory that the step may take, or a text (e.g. ``"40GiB"``); ``None`` or
-            ``"auto"``: all memory of the device; with ``"here"``, nine tenths of the free memory plus the memory that
-            the process has.
+            ``"auto"``: all memory of the device; with ``"here"``, the process's memory plus nine tenths of the free.
         host_budget: bytes that the tier may store at one time, in the same form; an eighth is left for the rounding of
             slabs. Tensors beyond it are kept. ``None``: unlimited. The ``Offload`` gets it too.
         optimizer: a class, an instance, or a function of a list of parameters. Its states count for the whole step;
@@ -349,7 +348,7 @@ class Search:
         return {name: of.kept(of.calls[name], kept) for name, kept in found.mixture.items()}
 
     def points_within(self, budget: int) -> Iterator[Point]:
-        """Searches for ``budget`` too, and returns ``best_points``."""
+        """Returns ``best_points`` after a search for ``budget``."""
         self.best(self.mixtures(), budget=budget)
         return self.best_points
 

@@ -171,7 +171,7 @@ class Problem:
         """The step as ``budget.share`` takes it."""
         program, storages, begins = self.program, self.program.storages, self.begins
         final, unpacks = [begins[one.saved] for one in storages], self.by_unpack
-        if not self.ordered:  # a graph's value is final at once; an eager value is when a later node saves a storage
+        if not self.ordered:  # a graph's value is final at once, an eager value when a later node saves a storage
             saves = [save for save in program.saves if save.storage >= 0]
             brought = dict[int, ProgramSave]()
             for save in saves:

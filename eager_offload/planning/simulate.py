@@ -195,7 +195,7 @@ class _Step:
         self._poll()
         if self.moves[number]:
             last = self.of.last[number]
-            # A graph's value is final at once; an eager value is when autograd records the next operator.
+            # A graph's value is final at once, an eager value when autograd records the next operator.
             final_after = one.node - 1 if self.problem.ordered else one.node
             is_awaited = self.queue.awaiting_bytes + storage.moved_bytes <= AWAITED_WINDOWS * self.problem.window
             awaited = last if last > first and is_awaited else None
@@ -251,7 +251,7 @@ class _Step:
             self._drop(number)
 
     def _drop(self, number: int) -> None:
-        """Frees a storage on the device, at the latest of now and its release by forward."""
+        """Frees a storage on the device: now, or when forward drops it, if that is later."""
         storage = self.storages[number]
         self.here.remove(number)
         self.back.pop(number, None)
