@@ -466,7 +466,7 @@ _ATTENDS = ("attention", "softmax")
 
 
 def _blocks(program: Program) -> tuple[list[str], list[str]]:
-    """Returns the names of the blocks and of one inner module for each, both in the order of the model.
+    """Returns the names of the blocks, and of at most one inner module of each, in the order of the model.
 
     Blocks are disjoint modules with a number in their name (e.g. layers, or the stages of a U-Net), taken by kind, the
     kind that saves most first. The inner module is the direct child that saves most among those without attention: its

@@ -45,7 +45,7 @@ class ProgramSave(NamedTuple):
     op: int = 0
     """The next operator."""
     node: int = 0
-    """Sequence number of the autograd node that saves it; all saves of one operator share it."""
+    """Index of the autograd node that saves it; all saves of one operator share it."""
     is_alive: bool = False
     """Whether the program still holds all of its storage at unpack, so that offloading it frees nothing."""
 

@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
     def _module(self) -> int:
         if not self._is_backward:
             number = self._inside[-1]
-            self._of_nodes.setdefault(autograd_sequence() - 1, number)  # later operators may make no node
+            self._of_nodes.setdefault(autograd_sequence() - 1, number)  # not overwritten by operators without a node
             return number
         node = current_autograd_node()
         if self._again and isinstance(node, torch.autograd.function.BackwardCFunction):
