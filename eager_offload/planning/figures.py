@@ -258,7 +258,7 @@ class PlanFigures:
         return frozenset(self.outcome.reloaded_storages)
 
     @cached_property
-    def _chooser(self) -> PolicySearch:
+    def _candidates(self) -> PolicySearch:
         return PolicySearch(self.problem, self.windows)
 
     @property

@@ -219,7 +219,7 @@ class _New:
         self.dropped = max(self.dropped, dropped)
 
 
-def computed_again(of: Recording, kept: Mixture) -> Program:
+def with_recompute(of: Recording, kept: Mixture) -> Program:
     """Returns the step in which the modules of ``kept`` are recomputed: see [Note: recomputed blocks].
 
     Args:

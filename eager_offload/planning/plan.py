@@ -84,11 +84,11 @@ class Plan(PlanFigures, PlanSettings):
 
         @cache
         def waits_within(budget: int) -> float:
-            return waits(self._chooser.within(budget).step_seconds)
+            return waits(self._candidates.within(budget).step_seconds)
 
         if self.again or not self.compute_seconds or waits(self.step_seconds) <= _LITTLE:
             return None
-        high = self._chooser.nothing.peak_bytes
+        high = self._candidates.nothing.peak_bytes
         unit = 1 << max(high.bit_length() - _BITS, 0)
         budgets = range((self.peak_bytes // unit + 1) * unit, high + unit, unit)
         place = bisect_left(budgets, True, key=lambda budget: waits_within(budget) <= _LITTLE)
@@ -108,11 +108,11 @@ class Plan(PlanFigures, PlanSettings):
         """
         if type(points) is not int or points < 2:
             raise ConfigError(f"points={points!r} is not accepted: points takes a whole number, 2 or more")
-        choosers = dict.fromkeys((self._chooser, self._whole_chooser))
+        searches = dict.fromkeys((self._candidates, self._whole_candidates))
         (low, high), found, best = self._range, list[Point](), self.least
         for step in range(points):
             budget = low + (high - low) * step // (points - 1)
-            tried = [Point.least_of(chooser.within(budget)) for chooser in choosers]
+            tried = [Point.least_of(candidates.within(budget)) for candidates in searches]
             for point in (*tried, *self._searched):
                 if point.peak_bytes <= budget and point.step_seconds < best.step_seconds:
                     best = point
@@ -121,11 +121,11 @@ class Plan(PlanFigures, PlanSettings):
 
     @property
     def _range(self) -> tuple[int, int]:
-        return self.least_budget, max(self._whole_chooser.nothing.peak_bytes, self.least_budget)
+        return self.least_budget, max(self._whole_candidates.nothing.peak_bytes, self.least_budget)
 
     @cached_property
-    def _whole_chooser(self) -> PolicySearch:
-        return self._chooser if self.whole is None else PolicySearch(self.whole, self.whole_windows)
+    def _whole_candidates(self) -> PolicySearch:
+        return self._candidates if self.whole is None else PolicySearch(self.whole, self.whole_windows)
 
     def search_with(self, points_within: Callable[[int], Iterable[Point]]) -> None:
         """Sets the function by which :meth:`front` searches for the best steps of another budget."""
@@ -149,12 +149,12 @@ class Plan(PlanFigures, PlanSettings):
 
     def fixed_ways(self) -> list[FixedWay]:
         """Returns steps of decisions that ignore the budget, for comparison."""
-        chooser = self._chooser
+        candidates = self._candidates
         every_second = tuple(number % 2 == 0 for number in range(len(self.problem.program.storages)))
         chosen = {
-            "nothing moves": chooser.nothing.outcome,
-            "every second storage moves": chooser.of(every_second),
-            "all that may moves": chooser.share(1.0).outcome,
+            "nothing moves": candidates.nothing.outcome,
+            "every second storage moves": candidates.of(every_second),
+            "all that may moves": candidates.share(1.0).outcome,
         }
         ways = [FixedWay(name, one.peak_bytes, one.step_seconds) for name, one in chosen.items()]
         if self.checkpointing is not None:

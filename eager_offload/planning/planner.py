@@ -26,7 +26,7 @@ from eager_offload.core.schedule import bounded_window
 from eager_offload.errors import ConfigError, PlanError
 from eager_offload.planning import OF_TORCHSCRIPT, POLICIES
 from eager_offload.planning.figures import Again, Point
-from eager_offload.planning.levels import Kept, Mixture, Recording, computed_again, levels_of, mixtures
+from eager_offload.planning.levels import Kept, Mixture, Recording, levels_of, mixtures, with_recompute
 from eager_offload.planning.machine import TABLE, Machine, here
 from eager_offload.planning.plan import Plan
 from eager_offload.planning.program import Problem, Program, floor_seconds, kind_of, modules_around
@@ -241,7 +241,7 @@ def _make(
             if kept := search.kept(better):
                 may_again = Again(tuple(kept), better.chosen.peak_bytes, better.chosen.step_seconds)
     chosen, kept = found.chosen, search.kept(found)
-    lowest = [found.chooser.least, *([search.all_again.least] if recompute else [])]
+    lowest = [found.candidates.least, *([search.all_again.least] if recompute else [])]
 
     # Training uses the planned windows from the first step on.
     settings = replace(settings, max_inflight_bytes=chosen.problem.window, prefetch_bytes=chosen.problem.ahead)
@@ -253,7 +253,7 @@ def _make(
         *chosen,
         settings,
         Point.least_of(min(lowest, key=attrgetter("peak_bytes"))),
-        found.chooser.windows,
+        found.candidates.windows,
         tuple(kept),
         tuple(kept.values()),
         whole.problem if kept else None,
@@ -285,7 +285,7 @@ def search_of(request: PlanRequest, model: nn.Module, inputs: object, loss: Call
 
 class _Found(NamedTuple):
     mixture: Mixture
-    chooser: PolicySearch
+    candidates: PolicySearch
     chosen: Candidate
 
 
@@ -311,11 +311,11 @@ class Search:
 
     @cached_property
     def nothing(self) -> PolicySearch:
-        return self._chooser({})
+        return self._candidates({})
 
     @cached_property
     def all_again(self) -> PolicySearch:
-        return self._chooser(self.levels[-1])
+        return self._candidates(self.levels[-1])
 
     def least(self) -> Point:
         """Returns the point with the lowest peak, over all levels with nothing or everything offloaded.
@@ -324,8 +324,8 @@ class Search:
         """
         others = (dict.fromkeys(self._inner, frozenset[int]()), *self.levels[-2::-1])
         found = list[Point]()
-        for chooser in (self.all_again, *map(self._chooser, others)):
-            found += (Point.least_of(chooser.share(part)) for part in (0.0, 1.0))
+        for candidates in (self.all_again, *map(self._candidates, others)):
+            found += (Point.least_of(candidates.share(part)) for part in (0.0, 1.0))
             if min(found).peak_bytes <= self._request.budget:
                 break
         return min(found)
@@ -372,30 +372,30 @@ class Search:
         heapify(todo)
         finalists = [] if found is None else [found]
         while todo:
-            seconds, order, mixture, chooser = heappop(todo)
+            seconds, order, mixture, candidates = heappop(todo)
             bound = min((one.chosen.step_seconds for one in finalists if one.chosen.peak_bytes <= budget), default=inf)
             if seconds >= bound:
                 break
-            if chooser is None:
-                chooser = self._chooser(mixture)
-                problem = chooser.problem
+            if candidates is None:
+                candidates = self._candidates(mixture)
+                problem = candidates.problem
                 peak = problem.unmoved_peak
                 forward, backward = problem.forward_seconds, problem.compute_seconds - problem.forward_seconds
                 floor = floor_seconds(forward, backward, max(peak - budget, 0), machine.out, machine.back)
                 self.points.append(Point(peak, peak, problem.compute_seconds))
-                heappush(todo, (floor, order, mixture, chooser))
+                heappush(todo, (floor, order, mixture, candidates))
                 continue
-            one = _Found(mixture, chooser, chooser.within(budget, roughly=True, below=_NEAR * bound))
-            self.points += map(Point.least_of, chooser.tried)
+            one = _Found(mixture, candidates, candidates.within(budget, roughly=True, below=_NEAR * bound))
+            self.points += map(Point.least_of, candidates.tried)
             finalists = sorted([*finalists, one], key=rank)[:_FINALISTS]
         best = finalists[0]
         if best is found:
             return best
         if best.mixture:  # the few windows may have underrated the step without recompute
             finalists.append(_Found({}, self.nothing, best.chosen))
-        for mixture, chooser, _ in finalists:
+        for mixture, candidates, _ in finalists:
             bound = best.chosen.step_seconds if best.chosen.peak_bytes <= budget else inf
-            best = min(best, _Found(mixture, chooser, chooser.within(budget, below=bound)), key=rank)
+            best = min(best, _Found(mixture, candidates, candidates.within(budget, below=bound)), key=rank)
         self.points.append(Point.least_of(best.chosen))
         return best
 
@@ -409,9 +409,9 @@ class Search:
             total += sum(seconds[op] for op in range(call.begin, of.stop(call)) if op not in left_out)
         return (1 - _ROUNDING) * total
 
-    def _chooser(self, mixture: Mixture) -> PolicySearch:
+    def _candidates(self, mixture: Mixture) -> PolicySearch:
         request, settings, machine = self._request, self._request.settings, self._request.machine
-        program = computed_again(self._recording, mixture)
+        program = with_recompute(self._recording, mixture)
         seconds = tuple(program.seconds(machine))
         program = on_one_device(program, request.sharding, accumulates=request.accumulates)
         device_bytes, movable = machine.memory_bytes or None, program.movable_bytes
