@@ -21,7 +21,6 @@ from eager_offload.planning.states import States
 from eager_offload.stats import KeepReason
 from eager_offload.version import digest
 
-#: The version of the file format.
 _FORMAT = 6
 
 

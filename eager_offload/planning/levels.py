@@ -71,7 +71,7 @@ class Input(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The call of a module that may be recomputed, with its half-open ranges of operators, saves and dispatches."""
+    """The call of a module that may be recomputed: half-open ranges of operators, saves and dispatches."""
 
     module: int
     begin: int

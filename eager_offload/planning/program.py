@@ -133,7 +133,7 @@ def live_bytes(count: int, spans: Sequence[tuple[int, int, int]]) -> list[int]:
     return list(accumulate(change[:count]))
 
 
-#: For each storage that may move, whether it does.
+#: Whether each movable storage moves.
 Moves: TypeAlias = tuple[bool, ...]
 
 

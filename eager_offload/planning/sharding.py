@@ -64,7 +64,6 @@ class Sharding(NamedTuple):
     shards: int
     units: tuple[Unit, ...]
     pieces: Mapping[str, Piece]
-    """The sharded parameters, by name."""
     parts: int
     """Devices among which tensor parallelism divides a matrix."""
     devices: int

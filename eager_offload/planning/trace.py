@@ -208,7 +208,6 @@ _HELD = (
     "a tensor of the plan's trace is held by {}, where it has no numbers: plan in a process of its own, by python -m "
     "eager_offload plan, or have the model keep it in an attribute, which its copy has"
 )
-#: A dictionary of an unknown owner.
 _A_DICT = "a dict"
 
 
