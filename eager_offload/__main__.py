@@ -16,7 +16,7 @@ from eager_offload.version import VERSION
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that ``arguments`` begin with, or lists all of them.
+    """Runs the command that ``arguments`` begin with, or lists the commands.
 
     Returns:
         The exit status of the command; 0 for the list, 2 for anything else.
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run = importlib.import_module(command).main if isinstance(command, str) else command
             status: int = run(given[1:])
             return status
-        except BrokenPipeError:  # the reader has closed the pipe; nothing more is to be flushed into it
+        except BrokenPipeError:  # the reader has closed the pipe: redirect the flush at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
     if given == ["--version"]:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _doctor(arguments: Sequence[str]) -> int:
-    """Prints the diagnosis of this machine; the exit status is 1 where offloading cannot work here."""
+    """Prints the diagnosis of this machine; the exit status is 1 if offloading cannot work here."""
     parser = argparse.ArgumentParser(
         prog="python -m eager_offload doctor",
         description="Examines this machine for about 10 seconds: what offloading has to work with, and which settings "
@@ -80,7 +80,7 @@ def _doctor(arguments: Sequence[str]) -> int:
 
 
 def _report(arguments: Sequence[str]) -> int:
-    """Writes the page of a trace, or prints it; the exit status is 2 where it cannot be read or written."""
+    """Writes the page of a trace, or prints it; the exit status is 2 if it cannot be read or written."""
     parser = argparse.ArgumentParser(
         prog="python -m eager_offload report",
         description="Turns a trace that `with offload.trace(path):` wrote into one page that needs no network.",
@@ -114,7 +114,7 @@ def _report(arguments: Sequence[str]) -> int:
     return 0
 
 
-#: The commands by name, each with the function that runs it, or the module whose ``main`` does, and a description.
+#: By command, its function or the module with its ``main``, and a description.
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int] | str, str]] = {
     "plan": ("eager_offload.planning.command", "what fits and what is to move, before the first step"),
     "check": ("eager_offload.checking", "whether a model of yours trains to the same bits with offload"),

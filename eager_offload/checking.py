@@ -1,8 +1,7 @@
-"""``python -m eager_offload check``: whether a model trains to the same bits with offload as without.
+"""``python -m eager_offload check``: compares training with and without offload bit for bit.
 
-Three processes train the same model from the same seeds with deterministic algorithms: without offload, with it, and
-without it once more, as the control. Each writes down a digest of every loss, gradient, parameter and buffer, and the
-three are compared.
+Three processes train the same model from the same seeds with deterministic algorithms: without offload, with offload,
+and without it again as the control. Each writes digests of all losses, gradients, parameters and buffers.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from typing import TYPE_CHECKING, Any
 
 from eager_offload.errors import ConfigError, OffloadError
 
-if TYPE_CHECKING:  # torch is imported where something runs: --help does not wait for it
+if TYPE_CHECKING:  # torch is imported in functions: --help does not wait for it
     from torch import Tensor, nn
 
-#: Runs in their order, and whether each offloads.
+#: The runs in order, and whether each offloads.
 _RUNS = {"without": False, "with": True, "without again": False}
-#: Lines of the end of what a run that failed has said.
+#: Last lines of a failed run's stderr that are shown.
 _LINES = 12
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compares training with and without offload, and prints what came of it.
+    """Compares training with and without offload, and prints the verdict.
 
     Returns:
-        The exit status: 0 where all bits are equal; 1 where any differs; 2 where that cannot be told: a run failed,
+        The exit status: 0 if all bits are equal; 1 if any differs; 2 if that is undecided, because a run failed,
         nothing moved, or two runs without offload differ.
     """
     options = _parser().parse_args(arguments)
@@ -110,17 +109,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(name: str, options: argparse.Namespace, to: Path) -> dict[str, Any]:
-    """Trains in a process of its own, and returns what that has written to ``to``."""
+    """Trains in a subprocess, and returns the results that it has written to ``to``."""
     command = [sys.executable, "-m", "eager_offload", "check", options.function, f"--run={name}", f"--to={to}"]
     command += [f"--steps={options.steps}", *(f"--settings={one}" for one in options.settings)]
     if _RUNS[name] and options.device_budget is not None:
         command += [f"--device-budget={options.device_budget}", *["--recompute"][: options.recompute]]
-    # cuBLAS reads its variable when it starts, and has no deterministic products without it.
+    # cuBLAS reads its variable at start, and needs it for deterministic products.
     fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0"}
     environment = {**fixed, **os.environ, "EAGER_OFFLOAD": str(int(_RUNS[name]))}
     if not options.json:
         print(f"{name}: {options.steps} steps ...", file=sys.stderr, flush=True)
-    # In the working directory, from which the function is found; what it prints is not this command's.
+    # In the working directory, to import the function; its stdout would mix with this command's.
     ended = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     if ended.returncode or not to.exists():
         code = ended.returncode
@@ -132,7 +131,7 @@ def _run(name: str, options: argparse.Namespace, to: Path) -> dict[str, Any]:
 
 
 def _judge(runs: dict[str, dict[str, Any]]) -> tuple[int, str]:
-    """Returns the exit status, and a sentence that says why."""
+    """Returns the exit status and the verdict."""
     without, moved, again = (runs[name] for name in _RUNS)
     steps, count = len(without["steps"]), sum(map(len, without["steps"]))
     if (other := _first_difference(without, again)) is not None:
@@ -156,7 +155,7 @@ def _judge(runs: dict[str, dict[str, Any]]) -> tuple[int, str]:
 
 
 def _first_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """Names the first tensor that differs, in the order in which a step makes them; ``None`` if none does."""
+    """Names the first tensor that differs, in the order of a step; ``None`` if none does."""
     for number, (these, those) in enumerate(zip(one["steps"], other["steps"], strict=True), 1):
         for name in dict.fromkeys([*these, *those]):
             if these.get(name) != those.get(name):
@@ -164,11 +163,7 @@ def _first_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
     return None
 
 
-# -- in a process of its own ------------------------------------------------------------------------------------------
-
-
 def _train(options: argparse.Namespace) -> int:
-    """Trains, and writes down digests and figures."""
     import torch
 
     from eager_offload.offload import Offload
@@ -184,7 +179,7 @@ def _train(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.function!r} is not accepted: its model is on meta, and a step has to run")
     fields, sgd, planned = fields_of(options.settings), torch.optim.SGD, None
     if options.device_budget is not None:
-        from eager_offload.planning.planner import plan  # only here: it imports much
+        from eager_offload.planning.planner import plan  # imported late: its imports take long
 
         budget, again = options.device_budget, options.recompute
         planned = plan(
@@ -215,7 +210,7 @@ def _train(options: argparse.Namespace) -> int:
     allocated = 0 if accelerator is None else torch.accelerator.max_memory_allocated()
     figures = {
         "seconds": statistics.median(seconds[1:] or seconds),
-        "peak_bytes": allocated or most_resident(),  # a model may train on the CPU beside an accelerator
+        "peak_bytes": allocated or most_resident(),  # a model may train on the CPU despite an accelerator
         "moved_bytes": offload.stats(synchronize=True).bytes_out // options.steps,
         "again": len(planned.again) if planned else 0,
     }
@@ -233,7 +228,7 @@ def _seed() -> None:
 
 
 def _digests(model: nn.Module, kind: str) -> dict[str, str]:
-    """Returns a digest of each gradient, parameter or buffer, those of the last modules first, as backward goes."""
+    """Returns digests of the gradients, parameters or buffers by name, the last module first, as in backward."""
     names = {id(module): f"{name or 'the model'} ({type(module).__name__})" for name, module in model.named_modules()}
     found: dict[str, str] = {}
     for module in reversed([*model.modules()]):
@@ -246,7 +241,7 @@ def _digests(model: nn.Module, kind: str) -> dict[str, str]:
 
 
 def _digest(tensor: Tensor) -> str:
-    """Returns a digest of the type, the sizes and the bits of a tensor."""
+    """Returns a digest of dtype, shape and bits."""
     from eager_offload.version import digest
 
     plain = tensor.detach()

@@ -1,7 +1,6 @@
-"""``python -m eager_offload run [--settings ...] train.py ...``: a training script offloads without a change.
+"""``python -m eager_offload run [--settings ...] train.py ...``: runs an unchanged training script with offload.
 
-Every call of an outermost module in training mode runs in a ``with offload``. Tensors that a script saves between its
-modules stay.
+Every call of an outermost module in training mode runs in a ``with offload``. Tensors saved between modules are kept.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from eager_offload.errors import ConfigError
 
-if TYPE_CHECKING:  # torch is imported where something runs: --help does not wait for it
+if TYPE_CHECKING:  # torch is imported in functions: --help does not wait for it
     from eager_offload.offload import Offload
     from eager_offload.stats import OffloadStats
 
-#: The files whose frames are no part of a script's traceback.
+#: Files whose frames are removed from a script's traceback.
 _OWN_FILES = {__file__, str(Path(__file__).with_name("__main__.py"))}
 _USAGE = """\
 usage: python -m eager_offload run [OPTION]... (SCRIPT | -m MODULE) [ARGUMENTS]...
@@ -50,8 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the script or module that ``arguments`` name.
 
     Returns:
-        The exit status: 0 when it has ended; 1 if there is no such module; 2 for wrong arguments, and for a pattern
-        that no model has matched. Exceptions of the script, ``SystemExit`` included, pass through.
+        The exit status: 0 if the script has ended; 1 if the module does not exist; 2 for wrong arguments, and for a
+        pattern that matches no module. Exceptions of the script, ``SystemExit`` included, are raised.
     """
     given, settings, recompute = list(arguments), list[str](), False
     while given and (option := given[0].partition("="))[0] in ("--settings", "--device-budget", "--recompute"):
@@ -94,9 +93,9 @@ def main(arguments: Sequence[str]) -> int:
     except BaseException as error:
         ended_by = type(error)
         *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
-        is_raised_by_runpy = innermost.f_globals.get("__name__") == "runpy"  # which has found no such module
+        is_raised_by_runpy = innermost.f_globals.get("__name__") == "runpy"  # the module was not found
         if isinstance(error, ImportError) and is_module and is_raised_by_runpy:
-            print(f"{sys.executable}: {error}", file=sys.stderr)  # as `python -m` says it
+            print(f"{sys.executable}: {error}", file=sys.stderr)  # as `python -m` prints it
             return 1
         if not isinstance(error, SystemExit):
             sys.excepthook = partial(_show, sys.excepthook)
@@ -106,19 +105,19 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         if first is not None:
             first.end()
-        # At the end of the process, so that the last words of a script that fails come before.
+        # At exit, after the traceback of a script that fails.
         atexit.register(_report, offload, calls, ended_by)
     return 2 if offload.unmatched() else 0
 
 
 def _show(show: Callable[..., object], kind: type[BaseException], error: BaseException, _: object) -> None:
-    """Shows an error of the script by ``show``, an exception hook, without the frames of this command."""
+    """Calls the exception hook ``show`` with an error of the script, without the frames of this command."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     for one in chain:
         trace, kept = one.__traceback__, list[TracebackType]()
-        while trace is not None:  # leaves out the frames that have led to the script, and those around module calls
+        while trace is not None:  # removes the frames that lead to the script, and those around module calls
             is_runpy = not kept and trace.tb_frame.f_globals.get("__name__") in ("runpy", None)
             if not is_runpy and trace.tb_frame.f_code.co_filename not in _OWN_FILES:
                 kept.append(trace)
@@ -155,9 +154,9 @@ def fields_of(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _report(offload: Offload, calls: Counter[str], ended_by: type[BaseException] | None) -> None:
-    """Prints the stats, or the reason that nothing moved, and the patterns that name nothing; on the first rank alone.
+    """Prints the stats, or the reason that nothing moved, and the patterns that match nothing, on the first rank.
 
-    Nothing is said of a script that has ended before a step, by an error or by ``sys.exit``.
+    Prints nothing if the script has ended before a step, by an error or by ``sys.exit``.
     """
     from eager_offload.tiers.limits import rank
 
@@ -213,7 +212,7 @@ def _why(offload: Offload, stats: OffloadStats, calls: Counter[str]) -> str:
 
 
 def _seconds_of_children() -> float:
-    """Returns the processor time of processes that this one has waited for; 0 if it is less than torch's import."""
+    """Returns the processor time of finished child processes in seconds; 0 if less than an import of torch takes."""
     times = os.times()
     seconds = times.children_user + times.children_system
     return seconds if seconds > 1 else 0.0

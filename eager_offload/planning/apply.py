@@ -1,4 +1,4 @@
-"""Checkpoints around modules, for a while: what a plan has computed again."""
+"""Temporary checkpoints around modules: the recompute of a plan."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from eager_offload.torch_private.autograd import current_backward
 from eager_offload.torch_private.calls import dispatch_of, schema_of, without_torch_function
 from eager_offload.torch_private.memory import storage_key, tensors_in, tree_iter, weak_storage
 
-#: Which calls are checked: the first of each kind, all, none.
+#: Checked calls: the first of each kind, all, or none.
 Verify: TypeAlias = Literal["auto"] | bool
 
-#: Calls are compared in so many steps of a kind, so many at a time, and of so many kinds of a module.
+#: Steps of a kind in which calls are compared, and most calls at a time, and most kinds of a module.
 _STEPS, _AT_A_TIME, _KINDS = 2, 64, 64
 
-#: The collector may end a plan that was dropped in the midst of another one's beginning, on the same thread.
+#: Reentrant: the garbage collector may end a dropped context while the same thread is entering another one.
 _lock = threading.RLock()
 
 
@@ -42,20 +42,15 @@ _lock = threading.RLock()
 class Checks:
     verify: Verify
     calls: int = 0
-    """Calls of modules that were computed again and compared."""
     inexact: int = 0
-    """Values that had other bits, and nearly the same sums."""
+    """Values with different bits and nearly equal sums."""
 
 
 class checkpointed(AbstractContextManager[Checks]):
-    """Has the modules of these names computed again in backward but for the results they keep, until it is left.
+    """Puts checkpoints around the modules of these names, which keep the given results, until the context exits.
 
-    Several may be in force at once, in any thread: a module is computed again once, as long as one of them is, and
-    checked as the strictest says. Calls that have begun keep their checkpoints. One that is dropped ends as if it was
-    left; at the end of the process nothing is taken off any more.
-
-    Raises:
-        ConfigError: ``model`` has no module of a name, or ``verify`` is another thing; nothing has changed then.
+    Several contexts may be open, on any thread: a module then has one checkpoint, checked by the strictest ``verify``.
+    Calls that have begun keep their checkpoints. A dropped context ends as if it exited, but not at interpreter exit.
     """
 
     def __init__(self, model: nn.Module, again: Mapping[str, Sequence[Kept]], verify: Verify = False) -> None:
@@ -75,7 +70,7 @@ class checkpointed(AbstractContextManager[Checks]):
         with _lock:
             for name, kept in self._again.items():
                 one = _modules.setdefault(self._modules[0], _Again(self._modules[0]))
-                # From here on nothing of this holds the model.
+                # Pops the module: an open context must not keep the model alive.
                 self._used.append((ModuleCall.begin(self._modules.popleft(), one, in_regions=True), one))
                 one.name = name
                 one.users.append((self._checks, kept))
@@ -94,11 +89,10 @@ def _end(used: list[tuple[ModuleCall, _Again]], checks: Checks) -> None:
 
 
 def _modules_named(model: nn.Module, names: Iterable[str]) -> Iterator[nn.Module]:
-    """Yields the modules of these names, in ``model`` or in what it is wrapped in."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__} is not accepted: apply takes a torch.nn.Module")
 
-    # Names are those in the model that was planned, which may have been wrapped in another way, by whatever class.
+    # The planned model may have had other wrappers, whose attributes are in the names.
     def bare(name: str) -> str:
         return ".".join(part for part in name.split(".") if part not in INNER_MODULES)
 
@@ -116,16 +110,15 @@ def _modules_named(model: nn.Module, names: Iterable[str]) -> Iterator[nn.Module
 
 class _Kind:
     def __init__(self) -> None:
-        #: How many steps have compared a call; a call that begins after one was compared is of the next step.
+        #: Steps in which a call was compared. The first call after a comparison begins the next step.
         self._steps = 0
         self.is_compared = False
-        #: The backward in which the last call began, as the calls in a module do that is computed again.
+        #: The backward in which the last call began (calls inside of a recomputed module do); -1 for none.
         self._backward = -1
-        #: Those of calls that may still be computed again.
         self.checks = WeakSet[Check]()
 
     def takes_another(self) -> bool:
-        """Notes that a call begins, and returns whether the first steps still go on."""
+        """Counts a call, and returns whether to compare it."""
         backward, last = current_backward(), self._backward
         self._backward = backward
         if self.is_compared and (backward < 0 or backward != last):
@@ -137,10 +130,10 @@ class _Again:
     def __init__(self, module: nn.Module) -> None:
         self._module = ref(module)
         self._lock = threading.Lock()
-        #: The name of the module in the plan that is in force, and the plans that are.
+        #: The name of the module in the latest plan, and the open contexts.
         self.name = ""
         self.users: list[tuple[Checks, Sequence[Kept]]] = []
-        #: What plans have it keep that had other operators in it than it calls.
+        #: Kept results of plans that do not match the operators of the module.
         self._other: list[Sequence[Kept]] = []
         self._kinds: dict[object, _Kind] = {}
 
@@ -150,16 +143,16 @@ class _Again:
         def run(*given: Any) -> Any:
             return call(*given[:count], **dict(zip(keys, given[count:], strict=True)))
 
-        # What is given by name too is saved as the rest is, and not just held.
+        # Keyword arguments become positional, so that the checkpoint saves them too.
         given = (*arguments, *named.values())
         if torch.compiler.is_compiling():
             return _checkpoint(run, *given)
         check, own = self._check(given), [given]
-        kept = [kept for _, kept in tuple(self.users)][-1:]  # another thread may leave its plan meanwhile
+        kept = [kept for _, kept in tuple(self.users)][-1:]  # a copy: another thread may exit its context
         policy = Policy(kept[0]) if kept and kept[0] and kept[0] not in self._other else None
 
         def run_now(*held: Any) -> Any:
-            """Calls the module with the caller's own objects in forward, and with copies of what they held after."""
+            """Calls the module: in forward with the caller's objects, in the recompute with copies of their state."""
             if own:
                 if policy is not None:
                     policy.forward.begin(tree_iter(own[0]))
@@ -211,7 +204,6 @@ class _Again:
         return check
 
     def _passed(self, users: tuple[Checks, ...], kind: _Kind, inexact: int) -> None:
-        """A call was compared, of which so many values have other bits, and nearly the same sums."""
         with self._lock:
             kind.is_compared = True
             is_first = inexact and not any(checks.inexact for checks in users)
@@ -228,43 +220,40 @@ class _Again:
 
 
 class Policy:
-    """Which results one call of a module keeps, by the kinds of operators and their numbers in it."""
+    """The results that one call of a module keeps, by kind of operator and index in the call."""
 
     def __init__(self, kept: Sequence[Kept]) -> None:
         self.kept = kept
         self._numbers = {one.kind: frozenset(one.numbers) for one in kept}
-        #: Calls of operators in forward so far.
         self._calls = Counter[str]()
-        #: What forward has called, in order, and what its operators were given; the same of the run that takes results.
+        #: The signatures of forward's operator calls, in order.
         self.called: list[object] = []
-        #: Numbers of those whose results are kept, counted from 1.
+        #: The calls whose results are kept, counted from 1.
         self.kept_calls = set[int]()
         self.forward, self.again = _Flow(), _Flow()
-        #: Whether forward has called other operators than were planned.
+        #: Whether forward has called other operators than planned.
         self.takes_nothing = False
 
     def keeps(self, kind: str) -> bool:
-        """Counts a call of an operator in forward, and returns whether its result is kept."""
         number = self._calls[kind]
         self._calls[kind] += 1
         return number in self._numbers.get(kind, ())
 
     @property
     def other(self) -> str | None:
-        """How many operators of a kind were called that the plan had another number of; ``None`` if it had the same."""
         for one in self.kept:
             if (calls := self._calls[one.kind]) != one.calls:
                 return f"{one.kind} {calls} and not {one.calls} times"
         return None
 
     def contexts(self) -> tuple[Any, Any]:
-        """Returns what forward runs in, and each time that it is computed again.
+        """Returns the contexts of forward and of each recompute.
 
-        torch's own modes see the operators alone whose results are kept: they cost the host as much as an operator.
+        Only operators with kept results reach torch's own modes, whose host time is as long as an operator's.
         """
         saving, taking = create_selective_checkpoint_contexts(_saves)  # type: ignore[no-untyped-call]  # no types
         for mode, derived in ((saving, _saving), (taking, _taking)):
-            mode.__class__ = derived(mode.__class__)  # which in a context is one of ``eager/checkpointing.py``
+            mode.__class__ = derived(mode.__class__)  # inside an Offload, a class of ``eager/checkpointing.py``
             mode.policy = self
         return saving, _First(taking)
 
@@ -274,7 +263,7 @@ def _saves(*_: Any, **named: Any) -> CheckpointPolicy:
 
 
 class _First:
-    """Puts a context around the first ``with``; results are kept for one backward, and another computes all again."""
+    """Enters ``context`` in the first ``with`` only: kept results last for one backward, later ones recompute all."""
 
     def __init__(self, context: Any) -> None:
         self._context: Any | None = context
@@ -295,9 +284,7 @@ def _saving(base: Any) -> type:
     call_base = dispatch_of(base)
 
     class SavingMode(base):  # type: ignore[misc]  # a class of torch's, found when it runs
-        """Notes what forward calls."""
-
-        supports_higher_order_operators = True  # torch has its rules for them by the very class of a mode
+        supports_higher_order_operators = True  # torch registers its rules for them by the exact class of a mode
         policy: Policy
 
         def __torch_dispatch__(
@@ -311,7 +298,7 @@ def _saving(base: Any) -> type:
             number = len(called)
             if policy.keeps(operator.kind):
                 result = call_base(self, func, types, args, kwargs)
-                policy.kept_calls.add(number)  # one that raises an error leaves no result
+                policy.kept_calls.add(number)  # after the call, which may raise
             else:
                 result = func(*args, **(kwargs or {}))
             flow.made(number, result)
@@ -325,11 +312,11 @@ def _taking(base: Any) -> type:
     call_base = dispatch_of(base)
 
     class TakingMode(base):  # type: ignore[misc]  # likewise
-        """Has kept results taken as long as the operators, and what they are given, are those of forward.
+        """Returns kept results as long as operator calls and their arguments match those of forward.
 
-        Results are told by numbers. From the first other operator on a number may be that of another result (of a
-        table that was made once, or a cast that autocast has kept), so from there on each operator runs. So does one
-        whose kept result was written to.
+        Results are identified by call number. After the first mismatch (e.g. a cast that autocast has cached since
+        forward) numbers may refer to other results, so all later operators run. An operator whose kept result was
+        written to also runs.
         """
 
         supports_higher_order_operators = True
@@ -365,48 +352,45 @@ def _taking(base: Any) -> type:
 
 class _Operator(NamedTuple):
     is_ignored: bool
-    """Whether torch's modes pass it by."""
+    """Whether torch's modes ignore it."""
     kind: str
     written: list[tuple[int, str]]
-    """The places and the names of what it writes to, as far as it says so."""
+    """Places and names of the arguments that it writes to, by its schema."""
 
 
 @cache
 def _operator(func: Any) -> _Operator:
-    given = getattr(schema_of(func), "arguments", ())  # a higher-order operator has none
+    given = getattr(schema_of(func), "arguments", ())  # a higher-order operator has no schema
     written = [(place, one.name) for place, one in enumerate(given) if one.alias_info and one.alias_info.is_write]
     return _Operator(func in SAC_IGNORED_OPS, kind_of_call(func), written)
 
 
-#: What ``torch.tensor`` calls.
 _MADE_BY_PYTHON = torch.ops.aten.lift_fresh.default
-#: What torch's mode says where it has no result, or one that was written to.
+#: Parts of the errors of torch's mode for a missing result, and for a result that was written to.
 _REFUSALS = ("has been mutated", "encountered during backward")
 
 
 class _Flow:
-    """Names what the operators of one run of a block are given, without holding it.
+    """Names the arguments of the operators in one run of a block, without holding them.
 
-    A name is that of the memory: of an argument of the block by its place, of a result by the operator that made it, of
-    what comes from elsewhere, such as a parameter, by the order in which it comes; so it is the same in each run.
+    Names are of storages, and equal in each run: an argument of the block by its place, a result by its operator, any
+    other tensor (e.g. a parameter) by the order of first use.
     """
 
     def __init__(self) -> None:
-        #: By storage its name, and the offset in it of an argument of the block.
+        #: Names of storages, with the offset of a block argument.
         self._names = _Names()
         self._elsewhere = _Names()
-        #: Numbers of operators whose results were written to: not every view of one has versions in common with it.
+        #: Operators whose results were written to; not all views share a version counter with their base.
         self.written = set[object]()
-        #: The storages that the last operator was given.
         self._given: list[int] = []
-        #: Of each argument the first one with the same memory.
+        #: For each argument, the first argument with the same storage.
         self._first: list[int] = []
         self._forward: _Flow | None = None
 
     def begin(self, given: Iterable[Any], forward: _Flow | None = None) -> None:
-        """Names the arguments of the block: in forward, or as they are when it is computed again."""
         if self._names.known:
-            return  # results are taken in the first run alone
+            return  # only the first run uses kept results
         tensors = [one for one in given if type(one) in _PLAIN and _has_storage(one)]
         storages = [one.untyped_storage() for one in tensors]
         keys = [*map(storage_key, storages)]
@@ -416,9 +400,9 @@ class _Flow:
                 self._names.add(storage, ("given", first), one.storage_offset())
 
     def call(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any] | None, operator: _Operator) -> object:
-        """Returns what tells a call of an operator from others."""
+        """Returns the signature of an operator call: equal for the same call in another run."""
         self._given.clear()
-        if func is _MADE_BY_PYTHON:  # a constant, in memory of its own each time
+        if func is _MADE_BY_PYTHON:  # a constant with a new storage in each run
             return func, *((one.shape, one.dtype) if type(one) in _PLAIN else type(one) for one in args)
         told = [func, *map(self._told, args)]
         for place, name in operator.written:
@@ -429,7 +413,7 @@ class _Flow:
         return [*told, *((key, self._told(one)) for key, one in named.items())] if named else told
 
     def made(self, number: int, result: Any) -> None:
-        """Names what that operator has made, counted from 1; what shares memory with what it was given has a name."""
+        """Names the results of operator ``number`` (from 1), except views of its arguments, which have names."""
         for place, one in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
             if type(one) in _PLAIN and _has_storage(one):
                 storage = one.untyped_storage()
@@ -450,7 +434,7 @@ class _Flow:
         return name, one.storage_offset() - offset, one.shape, one.stride(), one.dtype
 
     def _from_elsewhere(self, storage: torch.UntypedStorage) -> tuple[tuple[object, int], int]:
-        # What forward was not given is told from all that it was.
+        # A tensor that forward did not use gets a name that no tensor of forward has.
         known = None if self._forward is None else self._forward._elsewhere.of(storage)
         where = "elsewhere" if self._forward is None else "new"
         name, _ = known or ((where, len(self._elsewhere.known)), 0)
@@ -460,7 +444,7 @@ class _Flow:
 
 
 class _Names:
-    """Names of storages, each for as long as it lives: another one may have its key afterwards."""
+    """Names of storages, each for as long as the storage lives, because keys are reused."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[Callable[[], object], tuple[object, int], int]] = {}
@@ -469,7 +453,6 @@ class _Names:
         self.known[storage_key(storage)] = weak_storage(storage), name, offset
 
     def of(self, storage: torch.UntypedStorage) -> tuple[tuple[object, int], int] | None:
-        """Returns the name of a storage, and an offset in it."""
         weak, name, offset = self.known.get(storage_key(storage), _NO_NAME)
         return (name, offset) if weak() is storage else None
 
@@ -477,9 +460,9 @@ class _Names:
 _NO_NAME: tuple[Callable[[], object], tuple[object, int], int] = (lambda: None), ("", 0), 0
 
 
-#: Of other classes even the shape may be asked of the modes.
+#: Reading even the shape of another class may call the modes.
 _PLAIN = (Tensor, nn.Parameter)
-#: Numbers and names are told by themselves, and the rest of what operators are given by its class.
+#: Arguments compared by value; others are compared by class.
 _BY_VALUE = (int, float, bool, str, torch.dtype, torch.device, type(None))
 
 
@@ -487,7 +470,7 @@ def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-#: Of each module that was ever computed again, for as long as it lives: a plan may be applied for each step anew.
+#: Kept for the life of a module, because a plan may be applied again for each step.
 _modules: WeakKeyDictionary[nn.Module, _Again] = WeakKeyDictionary()
 
 
@@ -495,7 +478,7 @@ _checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
 
 
 def _kind(value: Any) -> object:
-    """Returns what a value has in common with those that a call of the same kind is given."""
+    """Returns shape, dtype and device of tensors, otherwise the class."""
     if isinstance(value, Tensor):
         return shape_of(value), value.dtype, value.device
     if type(value) in _COPIED:
@@ -503,13 +486,13 @@ def _kind(value: Any) -> object:
     return type(value)
 
 
-#: Containers of which the module may be given a copy. No other objects are copied: their classes may have code of
-#: their own for that, share what they hold with the copy, or close it when the copy goes. Checks notice if they change.
+#: Containers that are copied for the recompute. Other objects are not: copying may run code of their classes, share
+#: resources, or close them with the copy. Checks notice if they change.
 _COPIED = (list, dict, set, deque, OrderedDict, defaultdict, Counter, tuple, bytearray)
 
 
 def _as_it_is(value: Any, known: dict[int, Any] | None = None) -> Any:
-    """Returns ``value`` with containers, however deep, that change no more when theirs do."""
+    """Returns ``value`` with deep copies of its containers."""
     kind = type(value)
     if kind not in _COPIED:
         return value

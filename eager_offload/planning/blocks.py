@@ -1,10 +1,9 @@
-"""Which storages live while a step is traced, from which operator until which, what autograd saves of them, and which
-calls of modules may be computed again.
+"""Lifetimes of the storages of a traced step, their saves, and the module calls that may be recomputed.
 
-[Note: what would live without autograd]
-The trace's pack hook keeps no tensor that may move, and its unpack hook makes a new one. So a storage dies in the
-trace when forward lets go of it, as it would if it had left; and what stands for it in backward dies when it would be
-dropped. Both are seen by weak references, whose callbacks only append to a queue: the next operator looks through it.
+[Note: lifetimes]
+The trace's pack hook keeps no movable tensor, and its unpack hook makes a new one. So a storage dies in the trace when
+forward drops it, as if it had been offloaded, and its copy in backward dies when it would be dropped there. Weak
+references notice both. Their callbacks only append to a queue, which is processed at the next operator.
 """
 
 from __future__ import annotations
@@ -31,44 +30,39 @@ from eager_offload.torch_private.memory import is_fake, storage_key, storage_of,
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A storage, from the operator that made it on."""
-
     nbytes: int
     made: int
     module: int
-    #: Of all that were seen.
     number: int
-    #: From which operator on it is not there any more; ``None`` while it is.
+    #: The operator at which forward has dropped it; ``None`` while it lives.
     freed: int | None = None
-    #: The operators that came next at its first save and its first unpack, and from which on no graph holds it.
+    #: The operators after its first save and its first unpack, and at which the last graph has dropped it.
     saved: int | None = None
-    asked: int | None = None
+    unpacked_at: int | None = None
     dropped: int | None = None
-    #: Whether only a kernel knows how many bytes it has.
+    #: Whether its size is a guess, because only a kernel knows it.
     is_guess: bool = False
-    #: Whether it was met when it was saved: it was not there, and no operator has made it.
+    #: Whether its first appearance was a save: neither an input nor the result of an operator.
     is_outside: bool = False
-    #: What a user has said of it.
     mark: Mark | None = None
-    #: Bytes that travel for each view of it that was saved.
+    #: Bytes to move by saved view; the key ``None`` is the whole storage.
     moved: dict[object, int] = field(default_factory=dict)
     weak_saved: weakref.ref[SavedBlock] | None = None
 
 
 @dataclass(eq=False, slots=True)
 class Use:
-    """Whether any of the handles that lived together was asked for: graphs may be dropped while forward goes on."""
+    """Whether any of the handles of a ``SavedBlock`` was unpacked: graphs may be dropped while forward goes on."""
 
     is_unpacked: bool = False
 
 
 class SavedBlock:
-    """What graphs hold of a block that may move; it lives as long as one of the block's handles does."""
+    """The object that graphs hold in place of a movable block; it lives as long as any of the block's handles."""
 
     def __init__(self, block: Block, tensor: Tensor) -> None:
         self.block, self.use = block, Use()
         self._place = tensor.device
-        #: The numbers themselves, where the trace has them.
         self._known: torch.UntypedStorage | None = None
         if not is_fake(type(tensor)):
             with without_dispatch_modes():
@@ -76,7 +70,6 @@ class SavedBlock:
         self._copies: dict[torch.dtype, Tensor] = {}
 
     def copy(self, dtype: torch.dtype) -> Tensor:
-        """All of the block once more, one-dimensional, as it comes back."""
         found = self._copies.get(dtype)
         if found is None:
             length, place = self.block.nbytes // dtype.itemsize, self._place
@@ -90,39 +83,38 @@ class SavedBlock:
 
 
 class Blocks:
-    """Every storage that was seen. Only the thread that traces uses it."""
+    """All storages of a trace; used by the tracing thread only."""
 
     def __init__(self) -> None:
         self._by_key: dict[int, tuple[Block, weakref.ref[torch.UntypedStorage]]] = {}
-        #: All of them, and those that were saved, in the order of that.
+        #: All blocks in the order of creation, and the saved ones in the order of their first saves.
         self.all: list[Block] = []
         self.saved: list[Block] = []
         self._events: deque[tuple[Callable[[int], None], object]] = deque()
         self._weak: dict[int, weakref.ref[Any]] = {}
 
     def note_deaths(self, op: int) -> None:
-        """What has died since the last time is not there from ``op`` on."""
+        """Records ``op`` as the end of everything that has died since the last call."""
         while self._events:
             happened, weak = self._events.popleft()
             self._weak.pop(id(weak), None)
             happened(op)
 
     def are_alive(self) -> bool:
-        """Whether any storage is there still that the step was given or has made."""
         return any(weak() is not None for block, weak in [*self._by_key.values()] if not block.is_outside)
 
     def has(self, tensor: Tensor) -> bool:
         return (block := self.of(tensor)) is not None and not block.is_outside
 
     def of(self, tensor: Tensor) -> Block | None:
-        storage = storage_of(tensor)  # how large it is is not asked: of tensors of other traces that may not be known
+        storage = storage_of(tensor)  # without its size, which tensors of other traces may not have
         if storage is None:
             return None
         found = self._by_key.get(storage_key(storage))
         return found[0] if found is not None and found[1]() is storage else None
 
     def add(self, tensor: Tensor, op: int, module: int) -> Block | None:
-        """The block of ``tensor``, which ``op`` has made unless it is known; ``None`` for a tensor without bytes."""
+        """Returns the block of ``tensor``, made by ``op`` if it is new; ``None`` for a tensor without bytes."""
         storage = _storage_of(tensor)
         if storage is None:
             return None
@@ -148,33 +140,31 @@ class Blocks:
         return _storage_of(tensor) is not None and not self.has(tensor)
 
     def save(self, block: Block, tensor: Tensor, op: int) -> SavedBlock:
-        """A graph saves ``tensor``, of ``block``, which may move."""
         saved = None if block.weak_saved is None else block.weak_saved()
         if saved is None:
             saved = SavedBlock(block, tensor)
             block.weak_saved = self._watch(saved, block)
             if block.saved is None:
                 self.saved.append(block)
-            if block.asked is None:  # what was saved before of it was dropped
+            if block.unpacked_at is None:  # earlier saves were dropped
                 block.saved = op
         area = footprint(tensor, block.nbytes)
         view = None if area.whole else (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         block.moved[view] = area.moved
         return saved
 
-    def ask(self, saved: SavedBlock, dtype: torch.dtype, op: int) -> Tensor:
-        """A graph asks for what it has saved; returns all of the block once more, one-dimensional."""
+    def unpack(self, saved: SavedBlock, dtype: torch.dtype, op: int) -> Tensor:
+        """Records an unpack, and returns the reloaded storage as a one-dimensional tensor."""
         block = saved.block
         saved.use.is_unpacked = True
-        if block.asked is None:
-            block.asked = op
+        if block.unpacked_at is None:
+            block.unpacked_at = op
         copy = saved.copy(dtype)
         storage = copy.untyped_storage()
-        self._by_key[storage_key(storage)] = block, self._watch(storage, block)  # so that no view of it is another's
+        self._by_key[storage_key(storage)] = block, self._watch(storage, block)  # views of the copy are of `block`
         return copy
 
     def _watch(self, owner: Any, block: Block) -> weakref.ref[Any]:
-        """Notes when ``owner`` dies, one of those that hold what stands for ``block`` in backward."""
 
         def died(weak: object) -> None:
             self._events.append((dropped, weak))
@@ -193,18 +183,19 @@ class Blocks:
             yield Value(one.nbytes, one.module, one.made, freed, max(freed, dropped), numbers.get(one, -1))
 
     def result(self, ops: int) -> tuple[dict[Block, int], tuple[Storage, ...], tuple[int, ...]]:
-        """Once all is over: the number of each storage that may move, those storages, and all other bytes at each of
-        ``ops`` operators."""
+        """Returns the index of each movable block, the movable storages, and the other live bytes at each of ``ops``
+        operators, once the step is over."""
         storages, spans, numbers = list[Storage](), list[tuple[int, int, int]](), dict[Block, int]()
         for one in self.saved:
-            # It may move where backward asks for it, and by then only autograd holds it.
-            saved, asked, freed = one.saved, one.asked, one.freed
-            if one.mark is Mark.KEEP or saved is None or asked is None or freed is None or freed > asked:
+            # Movable: backward unpacks it, and only autograd holds it by then.
+            saved, unpacked, freed = one.saved, one.unpacked_at, one.freed
+            if one.mark is Mark.KEEP or saved is None or unpacked is None or freed is None or freed > unpacked:
                 continue
             numbers[one] = len(storages)
             moved = one.nbytes if None in one.moved else min(sum(one.moved.values()), one.nbytes)
-            dropped, is_forced = max(ops if one.dropped is None else one.dropped, asked + 1), one.mark is Mark.PREFER
-            storages.append(Storage(one.nbytes, moved, one.module, one.made, freed, saved, asked, dropped, is_forced))
+            dropped, is_forced = max(ops if one.dropped is None else one.dropped, unpacked + 1), one.mark is Mark.PREFER
+            span = one.made, freed, saved, unpacked, dropped
+            storages.append(Storage(one.nbytes, moved, one.module, *span, is_forced))
         for one in self.all:
             if one not in numbers:
                 ends = (one.freed, 0 if one.saved is None else one.dropped)
@@ -217,31 +208,29 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     return storage if storage is not None and storage.nbytes() else None
 
 
-# -- which calls may be repeated --------------------------------------------------------------------------------------
+# -- repeatable calls -------------------------------------------------------------------------------------------------
 
-#: They change what these arguments hold, and their schemas do not say so.
+#: Arguments that operators write to, although their schemas do not declare it.
 STATISTICS = ("running_mean", "running_var")
 
 
 class Place(NamedTuple):
-    """How many operators that take time, saves and dispatches came before."""
+    """A place in the trace: the counts of timed operators, saves and dispatches so far, and ``Call.node``."""
 
     op: int
     save: int
     dispatch: int
     node: int
-    """See ``Call``."""
 
 
 @dataclass
 class _Open:
     module: int
     begin: Place
-    #: Where Python's random numbers were before.
     numbers: tuple[object, ...]
     inputs: dict[Block, Input]
     end: Place | None = None
-    #: Whether random numbers that no checkpoint puts back were drawn.
+    #: Whether random numbers were drawn whose state a checkpoint does not restore.
     has_changed: bool = False
 
 
@@ -251,12 +240,11 @@ class Calls:
         self._all: list[_Open] = []
         self._open: list[_Open] = []
         self._times: Counter[int] = Counter()
-        #: What was written to, and by which operator; saves of which the user has said whether they are to move.
+        #: Writes, as operator and block; and the saves that the user has marked to move or to stay.
         self._writes: list[tuple[int, Block]] = []
         self._decided: list[int] = []
 
     def enter(self, module: int, place: Place, arguments: object, min_bytes: int, *, is_backward: bool) -> None:
-        """``module`` is called; in backward where the model itself computes it again."""
         self._times[module] += 1
         if is_backward:
             return
@@ -280,7 +268,7 @@ class Calls:
         call.end = place
 
     def changed(self) -> None:
-        """Random numbers that no checkpoint puts back were drawn in the calls that have begun."""
+        """Records in the open calls that a checkpoint cannot restore their random numbers."""
         for call in self._open:
             call.has_changed = True
 
@@ -293,14 +281,13 @@ class Calls:
         return {block for _, block in self._writes}
 
     def decided(self, save: int) -> None:
-        """A mark or a region of the user's says of that save whether it is to move."""
         self._decided.append(save)
 
     def repeatable(self) -> Iterator[int]:
-        """Yields the modules that may be computed again, once all is over, in the order in which they begin.
+        """Yields the modules that may be recomputed, in the order of their calls, once the step is over.
 
-        Each would do the same once more, and what it saves is the planner's to decide about. What it was given has to
-        be there as it was, so no operator may write to that, before backward at least.
+        A recompute must repeat the forward, and the planner must be free to decide about its saves. The inputs must be
+        unchanged, so no operator may write to them after the call begins.
         """
         for call in self._all:
             begin, end = call.begin, call.end
@@ -315,7 +302,6 @@ class Calls:
                 yield call.module
 
     def of(self, modules: Collection[int]) -> Iterator[Call]:
-        """Yields the calls of ``modules``, which are called once."""
         for one in self._all:
             if one.module in modules and one.end is not None:
                 begin, end = one.begin, one.end

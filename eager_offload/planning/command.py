@@ -1,4 +1,4 @@
-"""``python -m eager_offload plan``: what fits and what is to move, before the first step."""
+"""``python -m eager_offload plan``: prints a plan, or the longest sequence that fits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Points of the front that is shown.
+#: Points of the printed front.
 _POINTS = 8
 
 
@@ -31,13 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the plan for a model that a function makes.
 
     Returns:
-        The exit status: 0 where the plan fits, 1 where it does not, 2 where none can be made, be it that the function
-        or the model raises; a line on stderr says why.
+        The exit status: 0 if the plan fits, 1 if it does not, 2 if no plan can be made (also if the function or the
+        model raises); a line on stderr tells why.
     """
     options = _parser().parse_args(arguments)
     if options.longest is not None:
         return _longest(options)
-    from eager_offload.config import size_text  # and torch with it, as below
+    from eager_offload.config import size_text  # imported late, as below: these import torch, and --help does not
     from eager_offload.observe.figure import needs_plotly, write_page
 
     try:
@@ -71,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _longest(options: argparse.Namespace) -> int:
-    """Prints the table of the longest sequences; the exit status is 1 where not even the shortest one fits."""
-    from eager_offload.planning.longest import longest  # and torch with it
+    """Prints the table of the longest sequences; the exit status is 1 if not even the shortest one fits."""
+    from eager_offload.planning.longest import longest
 
     def told(way: str, length: int) -> None:
         if not options.json:
@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    from eager_offload.planning.planner import plan  # and torch with it, which --help does not wait for
+    from eager_offload.planning.planner import plan
 
     model, inputs, loss = model_of(options.function)
     return _said(
@@ -166,7 +166,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _said(function: str, call: Callable[[], T]) -> T:
-    """Returns what ``call`` does, whose errors become one that names ``function``."""
+    """Returns ``call()``; other errors become an ``OffloadError`` that names ``function``."""
     try:
         return call()
     except OffloadError as error:
@@ -179,7 +179,6 @@ def _said(function: str, call: Callable[[], T]) -> T:
 
 
 def _common(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments that a plan and a search for the longest sequence both take."""
     return {
         "device": options.device,
         "optimizer": _optimizer(options.optimizer),
@@ -202,8 +201,8 @@ def _mesh(text: str | None) -> tuple[int, ...] | dict[str, int] | None:
 
 @contextmanager
 def _ranks(text: str | None) -> Iterator[None]:
-    """Begins a group of as many ranks as a mesh with names has, of which this process is the first and no other exists,
-    so that the function can make a mesh of them, and divide the model."""
+    """Opens a fake process group of the size of a named mesh, as rank 0, so that the function can call
+    ``parallelize_module``."""
     mesh = _mesh(text)
     if not isinstance(mesh, dict) or "tp" not in mesh:
         yield
@@ -237,7 +236,6 @@ def _optimizer(text: str) -> Any:
 
 
 def model_of(text: str) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
-    """Returns the model, the inputs and the loss, if any, that the function ``module:function`` makes."""
     return parts_of(_said(text, _function(text)), repr(text))
 
 

@@ -1,4 +1,4 @@
-"""What a plan is made of and comes to: its fields, its numbers, the text that is printed, and its file."""
+"""``PlanFigures``: the fields of a plan, the figures that follow from them, the printed text, and the file."""
 
 from __future__ import annotations
 
@@ -21,27 +21,25 @@ from eager_offload.planning.states import States
 from eager_offload.stats import KeepReason
 from eager_offload.version import digest
 
-#: The form of the file.
 _FORMAT = 6
 
 
 class Point(NamedTuple):
-    """What a budget buys."""
+    """The step for a budget."""
 
     budget: int
-    """Bytes of the device."""
+    """Bytes of device memory."""
     peak_bytes: int
-    """That the step takes at most."""
     step_seconds: float
 
     @classmethod
     def least_of(cls, chosen: Candidate) -> Self:
-        """For the least budget that buys this."""
+        """Returns the point of ``chosen`` for the smallest budget that it fits."""
         return cls(chosen.peak_bytes, chosen.peak_bytes, chosen.step_seconds)
 
 
 class Again(NamedTuple):
-    """What comes of it where modules are computed again."""
+    """The step if the modules of ``names`` are recomputed."""
 
     names: tuple[str, ...]
     peak_bytes: int
@@ -63,7 +61,7 @@ _hints = cache(get_type_hints)
 def _read(kind: Any, value: Any) -> Any:
     if get_origin(kind) in (tuple, Sequence):
         return tuple(_read(get_args(kind)[0], one) for one in value)
-    if get_origin(kind) is UnionType:  # with None
+    if get_origin(kind) is UnionType:  # T | None
         return None if value is None else _read(get_args(kind)[0], value)
     if kind is OffloadConfig:
         return OffloadConfig.from_text(value)
@@ -74,7 +72,7 @@ def _read(kind: Any, value: Any) -> Any:
     return kind(value)
 
 
-#: What ``to_dict`` has, in this order, and ``modules`` behind it.
+#: The fields of ``to_dict``, in this order; ``modules`` follows.
 _SHOWN = (
     *("model", "machine", "device_budget", "host_budget", "host_bytes", "policy", "fits", "peak_bytes"),
     *("step_seconds", "compute_seconds", "floor_seconds", "kept_bytes", "moved_bytes"),
@@ -82,12 +80,12 @@ _SHOWN = (
     *("shards", "parts", "node"),
 )
 
-#: Rows of the table; what is left is one more. Times are rough where measurements spread by more than that.
+#: Most rows of the table, without the sum of all others; the spread of measurements above which times are approximate.
 _MOST_ROWS, _ROUGH = 12, 1.5
 
 
 class Row(NamedTuple):
-    """What modules of one kind save."""
+    """The movable saves of the modules of one kind."""
 
     kind: str
     """Their names, with ``*`` for numbers."""
@@ -98,7 +96,7 @@ class Row(NamedTuple):
 
 
 class FixedWay(NamedTuple):
-    """What comes of a decision that looks at no budget."""
+    """The step of a decision that ignores the budget, for comparison."""
 
     name: str
     peak_bytes: int
@@ -107,62 +105,61 @@ class FixedWay(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """What a plan is made of, which its file holds, and what follows from that. Sizes are bytes, times seconds."""
+    """The fields of a plan, which its file holds, and the figures that follow. Sizes are bytes, times seconds."""
 
     model: str
     """The name of the model's class."""
     machine: Machine
-    """The device."""
     device_budget: int
-    """Bytes of the device that the step may take."""
+    """Bytes of device memory that the step may take."""
     policy: str
     """``"least"``, ``"free"`` or ``"max"``."""
     problem: Problem
-    """The step as numbers, in the windows that were chosen."""
+    """The traced step on the machine, with the chosen windows."""
     outcome: Outcome
-    """What moves, and what comes of it."""
+    """The chosen moves, and the simulated step."""
     fraction: float
-    """The part of the bytes that may move that does."""
+    """The offloaded fraction of the movable bytes."""
     config: OffloadConfig
-    """The settings of the ``Offload`` that trains by it."""
+    """The settings of the ``Offload`` that trains by the plan."""
     least: Point
-    """The least peak that any decision has."""
+    """The decision with the lowest peak."""
     windows: tuple[int, ...] = ()
-    """The windows that were chosen among; bytes, smallest first."""
+    """The windows that were tried, in bytes, ascending."""
     again: tuple[str, ...] = ()
-    """The names of the modules that are computed again in backward: see ``Plan.apply``."""
+    """The names of the recomputed modules: see ``Plan.apply``."""
     kept: tuple[tuple[Kept, ...], ...] = ()
-    """For each of these modules, the results that it keeps in place of computing them again."""
+    """For each recomputed module, the results that it keeps."""
     whole: Problem | None = None
-    """The step in which nothing is computed again, where something is."""
+    """The step without recompute, if the plan recomputes modules."""
     whole_windows: tuple[int, ...] = ()
-    """The windows that were chosen among for that."""
+    """The windows that were tried for ``whole``, in bytes."""
     checkpointing: Point | None = None
-    """What comes of computing all of each block again where nothing moves, if ``recompute`` was asked for."""
+    """The step with full recompute of all blocks and nothing offloaded, if ``recompute`` was given."""
     points: tuple[Point, ...] = ()
-    """What other mixtures come to, for :meth:`Plan.front`: the larger the peak, the faster."""
+    """The Pareto front of other mixtures, for :meth:`Plan.front`: the lowest peak first."""
     may_again: Again | None = None
-    """What ``recompute=True`` would bring, where that is much."""
+    """The step with ``recompute=True``, if that would help much."""
     is_compiled: bool = False
-    """Whether the model, a module of it or the loss is compiled: the step is of the eager code."""
+    """Whether the model, a module of it or the loss is compiled; the plan is of its eager code."""
     states: States | None = None
-    """Of the optimizer; ``None``: they are not counted."""
+    """The optimizer's states; ``None``: not counted."""
     shards: int = 1
-    """Over how many devices FSDP2 shards the model."""
+    """Devices over which FSDP2 shards the model."""
     parts: int = 1
-    """Among how many devices tensor parallelism divides the model."""
+    """Devices among which tensor parallelism divides the model."""
     node: int = 1
-    """Devices of a node, of those that the mesh has."""
+    """Devices of the mesh that are on one node."""
 
     @property
     def is_small(self) -> bool:
-        """Whether beside parameters the step saves nothing that is as large as ``min_bytes``."""
+        """Whether all saved tensors except parameters are smaller than ``min_bytes``."""
         saves = self._whole.program.saves
         return all(save.reason in (KeepReason.SMALL, KeepReason.PARAMETER) for save in saves)
 
     @property
     def movable_bytes(self) -> int:
-        """That could leave the device in a step."""
+        """Bytes that could be offloaded in a step."""
         return self._whole.program.movable_bytes
 
     @property
@@ -172,77 +169,77 @@ class PlanFigures:
 
     @property
     def live_bytes(self) -> tuple[int, ...]:
-        """Bytes of the device that live while each operator of the step runs."""
+        """Live bytes on the device at each operator of the step."""
         return self.outcome.live_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Of parameters, gradients, states of the optimizer, inputs, activations and what is on its way, at most.
-        Memory that kernels take for themselves, and what an allocator cannot hand out, do not count."""
+        """Peak bytes of parameters, gradients, optimizer states, inputs, activations and copies in flight. Workspaces
+        of kernels and fragmentation of the allocator are not included."""
         return self.outcome.peak_bytes
 
     @property
     def step_seconds(self) -> float:
-        """Forward and backward, with what compute waits for transfers."""
+        """Time of forward and backward, stalls included."""
         return self.outcome.step_seconds
 
     @property
     def compute_seconds(self) -> float:
-        """Forward and backward without any transfer, and with nothing computed again."""
+        """Time of forward and backward without transfers and without recompute."""
         return self._whole.compute_seconds
 
     @property
     def host_budget(self) -> int | None:
-        """Bytes that may rest in the tier at one time; ``None``: any number."""
+        """Bytes that the tier may store at one time; ``None``: unlimited."""
         budget = self.config.host_budget
         return budget if isinstance(budget, int) else None
 
     @property
     def host_bytes(self) -> int:
-        """That rest in the tier at one time, at most, in whole pages."""
+        """Most bytes that the tier stores at one time, in whole pages."""
         return self.problem.tier_bytes(self.outcome.moves)
 
     @property
     def window_bytes(self) -> int:
-        """Bytes on their way out at most, and where they were chosen together back."""
+        """Most bytes in flight to the tier, and from it if both windows were chosen together."""
         return self.problem.window
 
     @property
     def floor_seconds(self) -> float:
-        """Seconds of the longer of compute and transfers, in each half of the step: no order of these takes less."""
+        """A lower bound on step time for any transfer order: in each half, the longer of compute and transfers."""
         one = self.problem
         backward = one.compute_seconds - one.forward_seconds
         return floor_seconds(one.forward_seconds, backward, self.moved_bytes, one.out, one.back)
 
     @property
     def moved_bytes(self) -> int:
-        """That travel from the device in forward, and come back in backward."""
+        """Bytes that are offloaded in forward and reloaded in backward."""
         storages = self.problem.program.storages
         return sum(storages[number].moved_bytes for number in self._returning)
 
     @property
     def kept_bytes(self) -> int:
-        """That could leave the device, and stay."""
+        """Movable bytes that are kept."""
         storages = self.problem.program.storages
         return sum(one.nbytes for number, one in enumerate(storages) if number not in self._returning)
 
     @property
     def recomputed_bytes(self) -> int:
-        """That could leave the device, and are computed again in place of being saved."""
+        """Movable bytes that are recomputed instead of saved."""
         return sum(row.recomputed_bytes for row in self.rows())
 
     @property
     def least_budget(self) -> int:
-        """The least ``device_budget`` that a plan fits."""
+        """The smallest ``device_budget`` that a plan fits."""
         return self.least.peak_bytes
 
     @property
     def guessed(self) -> list[str]:
-        """Functions of the step that may save other tensors on the device than on a CPU, as which it was traced."""
+        """Functions of the step that may save other tensors on the device than in the trace on a CPU."""
         return [*self._whole.program.guessed]
 
     def rows(self) -> list[Row]:
-        """What modules of each kind save that may move, the largest first."""
+        """Returns the movable saves by kind of module, the largest first."""
         program, found = self.problem.program, dict[str, Row]()
         for number, one in enumerate(program.storages):
             kind = kind_of(program.modules[one.module])
@@ -260,7 +257,7 @@ class PlanFigures:
         return frozenset(self.outcome.reloaded_storages)
 
     @cached_property
-    def _chooser(self) -> PolicySearch:
+    def _candidates(self) -> PolicySearch:
         return PolicySearch(self.problem, self.windows)
 
     @property
@@ -268,7 +265,7 @@ class PlanFigures:
         return self.problem if self.whole is None else self.whole
 
     def to_dict(self) -> dict[str, Any]:
-        """What it says, in the types that JSON has, without the step's own numbers."""
+        """Returns the figures as JSON types, without the traced step."""
         shown = {name: getattr(self, name) for name in _SHOWN}
         rows = [row._asdict() for row in self.rows()]
         states = None if self.states is None else self.states._asdict()
@@ -285,10 +282,8 @@ class PlanFigures:
         first, *others = sentences(self)
         return "\n".join([first, f"{self.model}{shards} {states} on {self.machine}", *others, *table])
 
-    # -- files --------------------------------------------------------------------------------------------------------
-
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to ``path``, as JSON; a file that is there is replaced."""
+        """Writes the plan to ``path`` as JSON, and replaces an existing file."""
         content = _text(self)
         Path(path).write_text(f'{{"format":{_FORMAT},"digest":"{digest(content)}","plan":{content}}}', "utf-8")
 
@@ -297,8 +292,8 @@ class PlanFigures:
         """Returns the plan that ``save`` wrote to ``path``.
 
         Raises:
-            ConfigError: the file holds no such plan, or one of another version, or it was changed.
-            FileNotFoundError: there is no file.
+            ConfigError: the file is not a plan, is of another version, or was edited.
+            FileNotFoundError: the file does not exist.
         """
         try:
             content = json.loads(Path(path).read_text("utf-8"))
@@ -320,11 +315,8 @@ def _by_kind(program: Program) -> dict[str, int]:
     return found
 
 
-# -- the text ---------------------------------------------------------------------------------------------------------
-
-
 def sentences(plan: PlanFigures) -> list[str]:
-    """What comes of it, a line each; the first one says whether it fits, how fast it is, and by what."""
+    """Returns the printed lines; the first one says whether the plan fits, its step time, and the bytes that move."""
     lines = [_answer(plan), f"the least budget that can be kept is {size_text(plan.least_budget)}"]
     if not plan.fits and plan.device_budget >= plan.least_budget:
         lines.append('less would be taken with policy="least", which keeps to its budget')
@@ -412,7 +404,7 @@ def _table(rows: Sequence[Row], *, is_again: bool) -> list[str]:
 
 
 def about_text(machine: Machine) -> str:
-    """Returns the word before seconds that follow from the rates of ``machine``."""
+    """Returns "about " for times of a ``machine`` whose measured rates vary much, otherwise ""."""
     return "about " if machine.spread > _ROUGH else ""
 
 

@@ -1,14 +1,14 @@
-"""What a step becomes where parts of it are computed again: worked out from the one trace, without tracing anew.
+"""Derives the step with recomputed blocks from the trace of the step without checkpoints, and prices their results.
 
-[Note: a block that is computed again]
-``torch.utils.checkpoint`` saves what a block is given, and torch's selective policy the results of operators that it is
-told to. In backward, where the first value of the block is asked for, every other operator runs once more, needed or
-not, in the order of forward, up to the last value that the block saves. So of the trace of a step without checkpoints
+[Note: recomputed blocks]
+A checkpoint saves a block's inputs, and a selective policy the results of chosen operators. When backward first unpacks
+a value of the block, all other operators up to the block's last save run again, in order. Relative to the trace without
+checkpoints:
 
-    forward    keeps its operators; of the block's values only inputs and results that are kept stay
-    backward   has the operators of the block before the first one that asks, without those whose results are kept
-    a value    lives again from the operator that makes it: to its last use in backward if autograd saves it, else as
-               long as in forward, but no longer than the recomputation
+    forward    has the same operators; of the block's values, only inputs and kept results stay alive
+    backward   has the block's operators, except those with kept results, before the block's first unpack
+    values     live again from their operator on: to their last use in backward if autograd saves them, otherwise as
+               long as in forward, but not beyond the recompute
 """
 
 from __future__ import annotations
@@ -25,60 +25,53 @@ from eager_offload.torch_private.calls import schema_of
 
 
 class Value(NamedTuple):
-    """A storage of a traced step, whether it may move or not."""
+    """A storage of a traced step, movable or not."""
 
     nbytes: int
     module: int
     made: int
     freed: int
-    """From this operator on forward does not hold it any more; for one that autograd keeps, nobody."""
+    """The operator at which forward drops it; of a value that autograd keeps alive, the same as ``end``."""
     end: int
-    """From this operator on nobody does."""
     storage: int
-    """Its number among those that may move; -1 for none."""
+    """Index among the movable storages; -1 if it cannot move."""
 
 
 class Dispatch(NamedTuple):
-    """An operator of forward, as a dispatch mode meets it."""
+    """A call of a forward operator, as seen by a dispatch mode."""
 
     kind: str
     op: int
-    """Its number among the operators that take time; -1 for a view and the like."""
+    """Index among the operators that take time; -1 for an operator without cost (e.g. a view)."""
     first: int
     last: int
-    """The storages that it has made are those values, without the last one."""
+    """It has made the storages of ``values[first:last]``."""
     may_stay: bool
-    """Whether its results can be kept in place of running it again."""
 
 
 class Kept(NamedTuple):
-    """Results that a block keeps where it is computed again, of operators of one kind."""
+    """Results that a recomputed block keeps, of operators of one kind."""
 
     kind: str
     numbers: tuple[int, ...]
-    """Of the calls of such operators in the block, the first one is 0."""
     calls: int
-    """Of such operators in the whole block."""
 
     @property
     def name(self) -> str:
-        """For a reader."""
         return "attention" if self.kind == _ATTENTION else self.kind.removeprefix("aten.").partition(".")[0]
 
 
 class Input(NamedTuple):
-    """A tensor among the arguments of a block."""
-
     value: int
     nbytes: int
     requires_grad: bool
     moved_bytes: int
     reason: KeepReason | None
-    """Why it would stay where a checkpoint saves it; ``None`` for one that may move."""
+    """Why it stays if a checkpoint saves it; ``None`` if it may move."""
 
 
 class Call(NamedTuple):
-    """The call of a module that may be computed again. Saves, operators and dispatches are numbers from, and until."""
+    """The call of a module that may be recomputed: half-open ranges of operators, saves and dispatches."""
 
     module: int
     begin: int
@@ -88,30 +81,28 @@ class Call(NamedTuple):
     first_dispatch: int
     last_dispatch: int
     node: int
-    """The number of the node that has saved something last, if autograd has made no other one since; else -1. To
-    autograd what a checkpoint saves is of that node."""
+    """The last node that saved a tensor before the call, if autograd has made no other node since; otherwise -1.
+    Autograd attributes the saves of a checkpoint to that node."""
     inputs: tuple[Input, ...]
 
 
 @dataclass(frozen=True)
 class Recording:
-    """All that is known of a traced step."""
+    """A traced step, with the values and calls needed to derive steps with recompute."""
 
     program: Program
     min_bytes: int
     values: tuple[Value, ...]
     saved_values: tuple[int, ...]
-    """For each save its value; -1 for none."""
+    """The value of each save; -1 if it has none."""
     calls: Mapping[str, Call]
-    """Of the modules that may be computed again, by name."""
     dispatches: tuple[Dispatch, ...]
 
     def stop(self, call: Call) -> int:
-        """Returns the operator before which torch stops to compute ``call`` again."""
+        """Returns the operator before which torch ends the recompute of ``call``."""
         return self.program.saves[call.last_save - 1].op
 
     def candidates(self, call: Call) -> list[int]:
-        """Returns the dispatches of ``call`` whose results may be kept in place of running them again."""
         stop = self.stop(call)
         return [
             number
@@ -120,7 +111,7 @@ class Recording:
         ]
 
     def kept(self, call: Call, dispatches: Collection[int]) -> tuple[Kept, ...]:
-        """Returns what names the results of those dispatches of ``call`` when it is called."""
+        """Returns the results of ``dispatches``, identified by kind and index among the calls of ``call``."""
         calls, numbers = Counter[str](), defaultdict[str, list[int]](list)
         for number in range(call.first_dispatch, call.last_dispatch):
             kind = self.dispatches[number].kind
@@ -130,21 +121,20 @@ class Recording:
         return tuple(Kept(kind, tuple(each), calls[kind]) for kind, each in numbers.items())
 
 
-# -- levels -----------------------------------------------------------------------------------------------------------
-
-#: By name of a block that is computed again, the dispatches whose results it keeps.
+#: The dispatches whose results each recomputed block keeps, by name of the block.
 Mixture: TypeAlias = Mapping[str, frozenset[int]]
-#: Prices that differ by less than this factor are one; and levels at most, with nothing and the whole block.
+#: Prices that differ by less than this factor are merged; most levels, including no and full recompute.
 _ALIKE, _MOST_LEVELS = 1.25, 8
-#: In so many of so many blocks the first one of two levels is taken.
+#: The fraction of the blocks at the first of two levels, as (part, whole).
 _SHARES = ((1, 4), (2, 4), (3, 4))
 
 
 def levels_of(of: Recording, names: Sequence[str], seconds: Sequence[float]) -> list[Mixture]:
-    """Returns what these blocks keep at each level, from nothing computed again to the whole blocks.
+    """Returns the results that the blocks keep at each level, from no recompute to full recompute.
 
-    The price of a result is the seconds of its operator for a byte of it. A level is one price: what is cheaper is
-    computed again, the rest is kept. Prices that are alike are one, so that few levels remain.
+    1. The price of a result is its operator's time divided by its size, in seconds per byte.
+    2. Similar prices are merged, so that few levels remain.
+    3. Each price is a level: cheaper results are recomputed, the others are kept.
     """
     priced = []
     for name in names:
@@ -160,7 +150,7 @@ def levels_of(of: Recording, names: Sequence[str], seconds: Sequence[float]) -> 
     for price in sorted({price for prices in priced for price in prices.values()}):
         if not steps or price > _ALIKE * steps[-1]:
             steps.append(price)
-    while len(steps) > _MOST_LEVELS - 2:  # the two that are most alike become one
+    while len(steps) > _MOST_LEVELS - 2:  # merge the two closest prices
         place = min(range(1, len(steps)), key=lambda at: steps[at] / steps[at - 1])
         del steps[place]
     rows: list[Mixture] = [{}]
@@ -171,7 +161,7 @@ def levels_of(of: Recording, names: Sequence[str], seconds: Sequence[float]) -> 
 
 
 def mixtures(names: Sequence[str], levels: Sequence[Mixture]) -> list[Mixture]:
-    """Returns what those blocks may keep together: all of one level, or of two that alternate evenly."""
+    """Returns the mixtures of the blocks: all at one level, or at two that alternate evenly."""
     found = [*levels]
     for at, more in enumerate(levels):
         for less in levels[:at]:
@@ -188,18 +178,16 @@ def mixtures(names: Sequence[str], levels: Sequence[Mixture]) -> list[Mixture]:
 
 @dataclass
 class _Run:
-    """A block that is computed again."""
-
     call: Call
-    #: What it keeps: the number of each dispatch, the dispatch, and a value that it has made.
+    #: Kept results: the index of the dispatch, the dispatch, and a value that it made.
     kept: list[tuple[int, Dispatch, int]]
     again: list[int]
-    #: The operator of the step without checkpoints before which it begins, and where that is in the step that is made.
-    asked: int
+    #: The operator before which the recompute begins, in the step without checkpoints and in the derived step.
+    unpacked_at: int
     start: int
-    #: By operator of the block, how many of those that run again come before it.
+    #: By operator of the block, the number of operators that run again before it.
     before: dict[int, int] = field(default_factory=dict)
-    #: From this operator on nothing of the block is there, and with it what was saved of its arguments.
+    #: The operator of the derived step at which the block's values and saved arguments are freed.
     gone: int = -1
 
     @property
@@ -207,56 +195,56 @@ class _Run:
         return self.start + len(self.again)
 
     def at(self, op: int) -> int:
-        """Returns where what ``op`` of forward makes is made once more."""
+        """Returns the operator of the derived step that recomputes the result of forward's ``op``."""
         return self.start + self.before.get(op, len(self.again))
 
 
 @dataclass
 class _New:
-    """A storage that may move in the step that is made, as far as it is known."""
+    """A movable storage of the derived step, under construction; operators of forward keep their numbers."""
 
     value: Value
     freed: int
     moved_bytes: int
     is_forced: bool = False
     saved: int = -1
-    asked: int = -1
+    unpacked_at: int = -1
     dropped: int = 0
 
     def save(self, op: int) -> None:
         self.saved = op if self.saved < 0 else min(op, self.saved)
 
-    def ask(self, op: int, dropped: int) -> None:
-        self.asked = op if self.asked < 0 else min(op, self.asked)
+    def unpack(self, op: int, dropped: int) -> None:
+        self.unpacked_at = op if self.unpacked_at < 0 else min(op, self.unpacked_at)
         self.dropped = max(self.dropped, dropped)
 
 
-def computed_again(of: Recording, kept: Mixture) -> Program:
-    """Returns the step in which those modules are computed again.
+def with_recompute(of: Recording, kept: Mixture) -> Program:
+    """Returns the step in which the modules of ``kept`` are recomputed: see [Note: recomputed blocks].
 
     Args:
         of: the step without checkpoints.
-        kept: by name of a module, which of :meth:`Recording.candidates` it keeps the results of.
+        kept: the dispatches (of :meth:`Recording.candidates`) whose results each module keeps, by name.
     """
     runs = _runs(of, kept)
-    return _Maker(of, runs).program() if runs else of.program
+    return _Rewriter(of, runs).program() if runs else of.program
 
 
 def _runs(of: Recording, kept: Mixture) -> list[_Run]:
-    """Returns them in the order in which backward comes to them; what it asks nothing of is not run again."""
+    """Returns the recomputes in the order of backward; a block that backward does not unpack from has none."""
     program, of_save = of.program, dict[int, str]()
     for name in kept:
         of_save.update(dict.fromkeys(range(of.calls[name].first_save, of.calls[name].last_save), name))
     found, added = dict[str, _Run](), 0
-    for ask in program.unpacks:
-        name = of_save.get(ask.save, "")
+    for unpack in program.unpacks:
+        name = of_save.get(unpack.save, "")
         if not name or name in found:
             continue
         call, dispatches = of.calls[name], [(number, of.dispatches[number]) for number in sorted(kept[name])]
         left_out = {one.op for _, one in dispatches}
         results = [(number, one, value) for number, one in dispatches for value in range(one.first, one.last)]
         again = [op for op in range(call.begin, of.stop(call)) if op not in left_out]
-        run = found[name] = _Run(call, results, again, ask.op, ask.op + added)
+        run = found[name] = _Run(call, results, again, unpack.op, unpack.op + added)
         ran = 0
         for op in range(call.begin, of.stop(call)):
             run.before[op] = ran
@@ -266,7 +254,7 @@ def _runs(of: Recording, kept: Mixture) -> list[_Run]:
 
 
 def _policed(of: Recording, run: _Run) -> dict[int, Op]:
-    """Returns the operators of a block that a policy is asked of, each with the views and the like before it."""
+    """Returns the operators of a block with a policy; each counts the policy's calls since the operator before it."""
     found, waiting = dict[int, Op](), 0
     for dispatch in of.dispatches[run.call.first_dispatch : run.call.last_dispatch]:
         waiting += 1
@@ -276,49 +264,48 @@ def _policed(of: Recording, run: _Run) -> dict[int, Op]:
     return found
 
 
-class _Maker:
+class _Rewriter:
     def __init__(self, of: Recording, runs: list[_Run]) -> None:
         self.of, self.runs, self.old = of, runs, of.program
         again: dict[int, list[Op]] = defaultdict(list)
-        #: Operators of forward whose block has a policy.
-        asked = dict[int, Op]()
+        with_policy = dict[int, Op]()
         for run in runs:
             policed = _policed(of, run) if run.kept else dict[int, Op]()
-            asked.update(policed)
-            again[run.asked] += [policed.get(op, self.old.ops[op]) for op in run.again]
+            with_policy.update(policed)
+            again[run.unpacked_at] += [policed.get(op, self.old.ops[op]) for op in run.again]
         self.ops: list[Op] = []
-        #: By operator, where it is in the step that is made, and where what runs again before it begins: what dies at
-        #: an operator dies before that, and what is made there is made behind it.
+        #: By operator, its place in the derived step, and the start of the recompute in front of it. A value is made at
+        #: the first place of its operator, and freed at the second.
         self._from, self._until = list[int](), list[int]()
         for op, one in enumerate((*self.old.ops, None)):
             self._until.append(len(self.ops))
             self.ops += again[op]
             self._from.append(len(self.ops))
             if one is not None:
-                self.ops.append(asked.get(op, one))
+                self.ops.append(with_policy.get(op, one))
         self.run_of_save = {save: run for run in runs for save in range(run.call.first_save, run.call.last_save)}
-        #: By value, the run whose block has made it; what was there before is none's.
+        #: By value, the recompute whose block made it.
         self.maker: dict[int, _Run] = {}
         for run in runs:
             for dispatch in of.dispatches[run.call.first_dispatch : run.call.last_dispatch]:
                 self.maker.update(dict.fromkeys(range(dispatch.first, dispatch.last), run))
-        #: By value, the runs that are given it, and the dispatch whose result a run keeps.
+        #: By value, the recomputes that take it as an input, and the dispatch whose kept result it is.
         self.given: dict[int, list[tuple[_Run, Input]]] = defaultdict(list)
         self.kept: dict[int, int] = {}
         for run in runs:
             for given in run.call.inputs:
                 self.given[given.value].append((run, given))
             self.kept.update((value, number) for number, _, value in run.kept)
-        #: By value, saves of it, and asks: where they come in the step without checkpoints.
+        #: By value, its saves and unpacks in the step without checkpoints.
         self.saves_of: dict[int, list[int]] = defaultdict(list)
-        self.asks_of: dict[int, list[ProgramUnpack]] = defaultdict(list)
+        self.unpacks_of: dict[int, list[ProgramUnpack]] = defaultdict(list)
         for save, value in enumerate(of.saved_values):
             self.saves_of[value].append(save)
-        for ask in self.old.unpacks:
-            self.asks_of[of.saved_values[ask.save]].append(ask)
-        for ask in self.old.unpacks:
-            if (asking := self.run_of_save.get(ask.save)) is not None:
-                asking.gone = max(asking.gone, asking.end, self._from[ask.op] + 1)
+        for unpack in self.old.unpacks:
+            self.unpacks_of[of.saved_values[unpack.save]].append(unpack)
+        for unpack in self.old.unpacks:
+            if (recompute := self.run_of_save.get(unpack.save)) is not None:
+                recompute.gone = max(recompute.gone, recompute.end, self._from[unpack.op] + 1)
         self.spans: list[tuple[int, int, int]] = []
         self.new: dict[int, _New] = {}
 
@@ -338,8 +325,8 @@ class _Maker:
                 self._from[one.value.made],
                 self._until[one.freed],
                 one.saved,
-                one.asked,
-                max(one.dropped, one.asked + 1),
+                one.unpacked_at,
+                max(one.dropped, one.unpacked_at + 1),
                 one.is_forced,
             )
             for one in (self.new[value] for value in numbers)
@@ -352,19 +339,16 @@ class _Maker:
             self.old,
             ops=tuple(self.ops),
             saves=tuple(saves),
-            unpacks=tuple(self._asks(renamed)),
+            unpacks=tuple(self._unpacks(renamed)),
             storages=tuple(storages),
             other_bytes=other_bytes,
             weights=weights,
         )
 
-    # -- values -------------------------------------------------------------------------------------------------------
-
     def _live(self, value: Value, begin: int, end: int) -> None:
         self.spans.append((value.nbytes, begin, end))
 
     def _outside(self, number: int, value: Value) -> None:
-        """What no block that is computed again has made."""
         given = self.given[number]
         ends = [self._until[value.end], *(run.gone for run, _ in given)]
         new = self._movable(number, value, [*self.saves_of[number]], given, value.freed)
@@ -378,7 +362,7 @@ class _Maker:
         given = [(other, one) for other, one in self.given[number] if other is not run]
         freed = value.freed
         if inner and value.storage < 0:
-            freed = min(freed, run.call.end)  # autograd has kept it until backward
+            freed = min(freed, run.call.end)  # without the checkpoint, autograd kept it until backward
         stop, dispatch = self.of.stop(run.call), self.kept.get(number, -1)
         again_end = self._until[value.end] if inner else run.end if freed >= stop else run.at(freed)
         if dispatch >= 0:
@@ -390,7 +374,7 @@ class _Maker:
             if new is None:
                 new = self.new[number] = _New(value, freed, value.nbytes)
             new.save(value.made + 1)
-            new.ask(at, again_end)
+            new.unpack(at, again_end)
             return
         if (outer or given) and self._movable(number, value, outer, given, freed) is None:
             self._live(value, value.made, max(self._until[value.end], *(other.gone for other, _ in given), 0))
@@ -409,35 +393,33 @@ class _Maker:
         *,
         is_kept: bool = False,
     ) -> _New | None:
-        """Returns a storage that those saves and calls of blocks have; ``None`` where it may not move."""
-        unpacks = [ask for ask in self.asks_of[number] if ask.save in saves]
+        """Returns the storage that ``saves`` and the calls of ``given`` save; ``None`` if it cannot move."""
+        unpacks = [unpack for unpack in self.unpacks_of[number] if unpack.save in saves]
         if value.storage < 0 and (saves or not given or any(one.reason is not None for _, one in given)):
             return None
-        if freed > min([*(run.asked for run, _ in given), *(ask.op for ask in unpacks)], default=-1):
+        if freed > min([*(run.unpacked_at for run, _ in given), *(unpack.op for unpack in unpacks)], default=-1):
             return None
         old = None if value.storage < 0 else self.old.storages[value.storage]
         new = self.new[number] = _New(value, freed, value.nbytes if is_kept else 0)
         if old is not None:
             new.moved_bytes, new.is_forced = max(old.moved_bytes, new.moved_bytes), old.is_forced
-        # Of what its own block saves too, the end is that of the block's.
+        # If its own block saves it too, the recomputed copy is the one that lives to the end.
         is_last = all(self.run_of_save.get(save) is not self.maker.get(number, self) for save in self.saves_of[number])
         for save in saves:
             run = self.run_of_save.get(save)
             new.save(self.old.saves[save].op if run is None else run.call.begin)
-        for ask in unpacks:
-            run = self.run_of_save.get(ask.save)
-            dropped = self._until[value.end] if is_last else self._from[ask.op] + 1
-            new.ask(self._from[ask.op] if run is None else run.start, dropped)
+        for unpack in unpacks:
+            run = self.run_of_save.get(unpack.save)
+            dropped = self._until[value.end] if is_last else self._from[unpack.op] + 1
+            new.unpack(self._from[unpack.op] if run is None else run.start, dropped)
         for run, one in given:
             new.moved_bytes = max(new.moved_bytes, one.moved_bytes)
             new.save(run.call.begin)
-            new.ask(run.start, run.gone)
+            new.unpack(run.start, run.gone)
         return new
 
-    # -- saves and asks -----------------------------------------------------------------------------------------------
-
     def _saves(self) -> tuple[list[ProgramSave], dict[int, int], dict[object, int]]:
-        """Returns them; the numbers of storages by value; and the numbers of saves, by what each stands for."""
+        """Returns the saves, the index of each storage by value, and the index of each save by its origin."""
         found, numbers, renamed, nodes = list[ProgramSave](), dict[int, int](), dict[object, int](), dict[object, int]()
 
         def add(key: object, node: object, one: ProgramSave, value: int) -> None:
@@ -464,13 +446,12 @@ class _Maker:
                 add(save, one.node, one, self.of.saved_values[save])
         return found, numbers, renamed
 
-    def _asks(self, renamed: Mapping[object, int]) -> Iterable[ProgramUnpack]:
-        """Yields them in order."""
+    def _unpacks(self, renamed: Mapping[object, int]) -> Iterable[ProgramUnpack]:
         begun, added = set[int](), 0
-        for ask in self.old.unpacks:
-            run = self.run_of_save.get(ask.save)
+        for unpack in self.old.unpacks:
+            run = self.run_of_save.get(unpack.save)
             if run is None:
-                yield ProgramUnpack(renamed[ask.save], ask.op + added)
+                yield ProgramUnpack(renamed[unpack.save], unpack.op + added)
             elif id(run) not in begun:
                 begun.add(id(run))
                 for place in range(len(run.call.inputs)):
@@ -480,27 +461,23 @@ class _Maker:
                 added += len(run.again)
 
 
-# -- operators --------------------------------------------------------------------------------------------------------
-
-
 def kind_of_call(func: Any) -> str:
-    """Returns the name by which calls of ``func`` are counted: one for all kernels that attend."""
     return _ATTENTION if _ATTENTION in str(func) else str(func)
 
 
-#: A part of the names of kernels that attend, of which a device has its own.
+#: A part of the names of all attention kernels, which differ between devices.
 _ATTENTION = "scaled_dot_product"
 
 
 def has_steady_results(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Returns whether a call of ``func`` does nothing but make new results, which may be kept in place of running it
-    again: it writes nothing, draws no random number, and does not communicate."""
+    """Returns whether the results of the call may be kept: ``func`` must not write, draw random numbers or
+    communicate."""
     if getattr(func, "namespace", "") not in ("aten", "prims"):
-        return False  # nothing says whether it draws
+        return False  # unknown operators may draw random numbers
     if not has_effects(func):
         return True
     schema = schema_of(func)
     if _ATTENTION not in str(func) or schema is None or schema.is_mutable:
         return False
     given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **named}
-    return bool(given.get("dropout_p", 0.0) == 0.0)  # then an attention draws none
+    return bool(given.get("dropout_p", 0.0) == 0.0)

@@ -1,4 +1,4 @@
-"""``longest``: the longest sequence whose step fits, each way that there is."""
+"""``longest``: the longest sequence whose step fits a budget, without offload and with each way to save memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from eager_offload.errors import ConfigError
 from eager_offload.planning import parts_of
 from eager_offload.planning.figures import Point, about_text, seconds_text
 from eager_offload.planning.machine import Machine
-from eager_offload.planning.planner import Search, asked_for, search_of
+from eager_offload.planning.planner import Search, request_of, search_of
 from eager_offload.planning.states import Optimizing
 
-#: So many lengths are taken from the line through two peaks before one is halfway; times as long at once, at most.
+#: Interpolations before each bisection; the largest factor between lengths while no length exceeds the budget.
 _LINES, _JUMP = 3, 4
 
 
@@ -25,12 +25,12 @@ class LongestRow(NamedTuple):
     """The longest sequence that fits in one way; sizes in bytes, times in seconds."""
 
     way: str
-    """``"none"``: without offload; ``"checkpointing"`` of the blocks that repeat; ``"offload"``: all that may moves;
-    ``"plan"``: that of :func:`eager_offload.plan` with ``recompute=True``."""
+    """``"none"``: without offload; ``"checkpointing"`` of the repeated blocks; ``"offload"`` of everything movable;
+    ``"plan"``: the plan of :func:`eager_offload.plan` with ``recompute=True``."""
     length: int
-    """0 where the shortest that was tried does not fit."""
+    """0 if the shortest tried length does not fit."""
     peak_bytes: int
-    """Of that length, or of the shortest one where it does not fit."""
+    """The peak at ``length``, or at the shortest tried length if that does not fit."""
     step_seconds: float
 
 
@@ -42,12 +42,12 @@ class Longest:
     device_budget: int
     machine: Machine
     at_least: int
-    """The shortest length that was tried."""
+    """The shortest length that may be tried."""
     at_most: int
-    """The longest length that would have been tried."""
+    """The longest length that may be tried."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything in the types that JSON has."""
+        """Returns all fields as JSON types."""
         return asdict(self) | {"rows": [row._asdict() for row in self.rows]}
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ def longest(
     config: OffloadConfig | Mapping[str, Any] | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Longest:
-    """Finds the longest sequence that fits a budget of the device: without offload, and in each other way.
+    """Finds the longest sequence that fits a budget of device memory: without offload, and in each other way.
 
         def make(length):
             with torch.device("meta"):
@@ -87,25 +87,27 @@ def longest(
 
         print(eo.longest(make, "75GiB", device="h100"))
 
-    Steps are traced as by :func:`eager_offload.plan`, each length once for all ways. Lengths grow by a factor of 2 to 4
-    until one does not fit; between it and the last one that fits they are taken from the straight line through both
-    peaks, and now and then from the middle, until one fits while the next multiple does not.
+    Steps are traced as by :func:`eager_offload.plan`, each length once for all ways.
+
+    1. Lengths grow by a factor of 2 to 4 until one does not fit.
+    2. The gap is closed by linear interpolation between both peaks, and by bisection every fourth time.
 
     Args:
         make: returns ``(model, inputs)`` or ``(model, inputs, loss)`` for a length, as for :func:`eager_offload.plan`.
-        device_budget: bytes of the device, or a text such as ``"75GiB"``.
-        at_least: the shortest length that is tried, rounded up to a multiple.
-        at_most: the longest length that is tried, such as the positions that the model has, rounded down.
+        device_budget: bytes of device memory, or a text (e.g. ``"75GiB"``).
+        at_least: the shortest length to try, rounded up to a multiple.
+        at_most: the longest length to try (e.g. the positions that the model has), rounded down.
         multiple_of: lengths are multiples of it.
         device, optimizer, optimizer_bytes, mesh, accumulation, config: as for :func:`eager_offload.plan`.
-        progress: called with a way and a length before that is traced.
+        progress: called with a way and a length before that length is traced.
 
     Returns:
-        A row for each way. Checkpointing has none where no module of the model repeats.
+        A row for each way; none for checkpointing if no module of the model repeats.
 
     Raises:
-        ConfigError: a length is not accepted, ``make`` does not take one or returns something else, or as of ``plan``.
-        PlanError: a step cannot be traced. Errors of ``make`` and of the model come as they are, with a note that
+        ConfigError: a length is not accepted, ``make`` does not take a length or returns something else, or an
+            argument is not accepted by ``plan``.
+        PlanError: a step cannot be traced. Errors of ``make`` and of the model are raised unchanged, with a note that
             names the length.
     """
     for name, value in (("at_least", at_least), ("at_most", at_most), ("multiple_of", multiple_of)):
@@ -123,7 +125,7 @@ def longest(
     except TypeError as error:
         raise ConfigError(f"{of_user} is not accepted: it is to be called with a length alone ({error})") from error
     budget, machine = parse_size(device_budget, "device_budget"), device
-    #: By multiple, and whether a module repeats at any: short sequences may save nothing that is worth it.
+    #: Rows by multiple, and whether a module repeats at any length: short sequences may save nothing large enough.
     found: dict[int, dict[str, LongestRow]] = {}
     repeats = False
 
@@ -133,7 +135,7 @@ def longest(
             progress(way, length)
         try:
             model, inputs, loss = parts_of(make(length), of_user)
-            asked = asked_for(
+            request = request_of(
                 model,
                 loss,
                 "least",
@@ -147,8 +149,8 @@ def longest(
                 accumulation=accumulation,
                 config=config,
             )
-            machine = asked.machine  # measured once
-            return search_of(asked, model, inputs, loss)
+            machine = request.machine  # measured once
+            return search_of(request, model, inputs, loss)
         except ConfigError:
             raise
         except Exception as error:
@@ -156,7 +158,7 @@ def longest(
             raise
 
     def peak(way: str, number: int) -> int:
-        """Returns the least peak of a way at that multiple."""
+        """Returns the lowest peak of ``way`` at the length ``number * multiple_of``."""
         nonlocal repeats
         if number not in found:
             of = search(way, length := number * multiple_of)
@@ -164,7 +166,7 @@ def longest(
             repeats = repeats or of.checkpointing is not None
             points = {"none": none, "checkpointing": of.checkpointing or none, "offload": moved}
             least = min(points.values())
-            points["plan"] = least if least.peak_bytes <= budget else of.least()  # which takes a while
+            points["plan"] = least if least.peak_bytes <= budget else of.least()  # slow, so only if needed
             found[number] = {name: LongestRow(name, length, *one[1:]) for name, one in points.items()}
         return found[number][way].peak_bytes
 
@@ -173,11 +175,11 @@ def longest(
             return found[first][way]._replace(length=0)
         low, high, lines = first, last + 1, 0
         while high - low > 1:
-            if known := [one for one in found if low < one < high]:  # tried for another way
+            if known := [one for one in found if low < one < high]:  # traced for another way
                 number = known[0]
             elif high not in found:
                 number = low * min(max(budget // peak(way, low), 2), _JUMP)
-            elif lines < _LINES:  # peaks grow nearly evenly
+            elif lines < _LINES:  # peaks are nearly linear in the length
                 lines += 1
                 below, above = peak(way, low), peak(way, high)
                 number = low + (budget - below) * (high - low) // (above - below)
@@ -189,7 +191,7 @@ def longest(
 
     peak("none", first)
     rows = [best(way) for way in [*found[first]]]
-    # Some of all that a plan may choose have a smaller peak than those by which its length was found.
+    # The full search may find a lower peak than the quick one above, and so fit a longer sequence.
     number = rows[-1].length // multiple_of
     while 0 < number <= last:
         of = search("plan", length := number * multiple_of)

@@ -1,11 +1,11 @@
-"""How fast a device is: one description, one table of devices, and one way to measure those that are not in it.
+"""Rates of a device and its link: ``Machine``, a table of known devices, and measurements of others.
 
-    measure      measures a device and its link, anew at each call
-    machine_of   a device by the table, or measured once in this process
-    link_of      a link, measured once; ``disk_link`` the one to a disk
-    here         the device and the link of this process, by the settings of an ``Offload``
+    measure      measures a device and its link on each call
+    machine_of   a device of the table, or measured once per process
+    link_of      the link to host memory, measured once; ``disk_link`` to a disk
+    here         the device and the link of this process, for the settings of an ``Offload``
 
-Nothing inside pack or unpack asks any of them.
+None of them is called inside pack or unpack.
 """
 
 from __future__ import annotations
@@ -24,42 +24,40 @@ from eager_offload.tiers.base import TIMES, LinkRates, Rate
 from eager_offload.tiers.forking import ForkSafeLock
 
 if TYPE_CHECKING:
-    import torch  # which names of devices are known without
+    import torch  # not imported at run time: names of devices are needed without torch
 
     from eager_offload.config import OffloadConfig, PathLike
     from eager_offload.runtime.base import Runtime
 
-#: Bytes a second of a link that was not measured: a slow one, so that what comes over it is asked for early.
+#: Bytes per second assumed for an unmeasured link: slow, so that storages are prefetched early.
 UNKNOWN_BANDWIDTH = 1e9
 
-#: The least values of fields, where that is not any number above 0.
+#: The minimum of each field that is not just above 0.
 _LEAST = {"memory_bytes": 0, "launch_seconds": 0, "policy_seconds": 0, "spread": 1}
 
 
 @checks_names
 @dataclass(frozen=True)
 class Machine:
-    """What a device reaches when it does nothing else. Everything is by the second, but for sizes.
+    """The rates that a device reaches when it does nothing else.
 
     Args:
-        name: what it is called in texts.
-        flops: operations of products of 16-bit numbers.
-        single_flops: operations of products of 32-bit numbers.
-        memory: bytes that the device reads and writes in its own memory.
-        out: bytes that travel to the tier.
-        back: bytes that come back from it.
-        memory_bytes: bytes of the device's memory that a process can allocate; 0 where that is not known.
-        launch_seconds: seconds that an operator takes at least, however small it is.
-        policy_seconds: seconds of the host that each operator of a block takes besides, in forward and again in
-            backward, where the block keeps some of its results and is computed again.
-        spread: of the measurements of a rate, the ninth decile divided by the first; of all rates the largest. 1 where
-            nothing was measured.
-        kernels: whose kernels a plan counts the saves of: ``"cuda"`` or ``"cpu"``. Where the process has an
-            accelerator, ``"cuda"`` stands for its own.
+        name: the device's name in texts.
+        flops: FLOP/s of products of 16-bit numbers.
+        single_flops: FLOP/s of products of 32-bit numbers.
+        memory: bytes per second that the device reads and writes in its own memory.
+        out: bytes per second to the tier.
+        back: bytes per second from the tier.
+        memory_bytes: bytes of device memory that a process can allocate; 0 if unknown.
+        launch_seconds: the shortest time of an operator, in seconds.
+        policy_seconds: extra host time per operator of a recomputed block that keeps some of its results, in seconds,
+            in forward and again in backward.
+        spread: the ninth decile of a rate's measurements divided by the first, the largest of all rates; 1 if nothing
+            was measured.
+        kernels: ``"cuda"`` (or the process's accelerator) or ``"cpu"``: the kernels whose saves a plan counts.
 
     Raises:
-        ConfigError: a name that is no text, a rate that is not above 0, a size or a time below 0, a spread below 1, or
-            other kernels.
+        ConfigError: a value of another type or out of range.
     """
 
     name: str
@@ -90,25 +88,23 @@ class Machine:
                 raise ConfigError(f"{field.name}={value!r} is not accepted: {field.name} of a Machine takes {accepted}")
 
     def seconds(self, flops: float, nbytes: float, *, single: bool = False, policies: int = 0) -> float:
-        """How long an operator takes: as its operations or its bytes do, whichever is longer; 0 where it has neither.
-
-        The roofline model of Williams, Waterman and Patterson.
+        """Returns the time of an operator in seconds by the roofline model of Williams, Waterman and Patterson.
 
         Args:
-            flops: operations of products.
-            nbytes: read and written.
-            single: whether the numbers that it multiplies have 32 bits or more.
-            policies: how many operators a policy is asked of meanwhile: it and the views before it.
+            flops: FLOP of its products.
+            nbytes: bytes read and written.
+            single: whether the operands of its products have 32 bits or more.
+            policies: calls of a checkpointing policy, for the operator and the views before it.
         """
         if nbytes == 0 and flops == 0:
             return 0.0
         peak, asking = self.single_flops if single else self.flops, policies * self.policy_seconds
         seconds = max(flops / peak, nbytes / self.memory)
-        # A host that is not the device asks ahead of it.
+        # With an accelerator the host runs ahead, so its time only counts if it is longer.
         return max(seconds, self.launch_seconds + asking) if self.launch_seconds else seconds + asking
 
     def __str__(self) -> str:
-        from eager_offload.config import size_text  # imports torch, which names of machines are known without
+        from eager_offload.config import size_text  # imported late: it imports torch
 
         memory = f", {size_text(self.memory_bytes)}" if self.memory_bytes else ""
         spread = f"; medians, spread {self.spread:,.2f}" if self.spread > 1 else ""
@@ -118,18 +114,18 @@ class Machine:
         )
 
 
-#: Of a data sheet's figure, what training reaches: of the operations of products, and of the bytes of memory.
+#: The fractions of a data sheet's FLOP/s and memory bandwidth that training reaches.
 _PRODUCTS, _MEMORY = 0.6, 0.8
-#: Seconds of the host for one operator of eager code, and what a policy adds to one, in forward and in backward alike:
-#: 8 and 12 microseconds more than in a block that is computed again whole (torch 2.13, one core of an AMD EPYC).
+#: Host seconds per eager operator, and the extra seconds of a policy: measured as 8 us in forward and 12 us in backward
+#: more than in a fully recomputed block (torch 2.13, one core of an AMD EPYC).
 LAUNCH_SECONDS, POLICY_SECONDS = 5e-6, 1e-5
-#: Bytes a second of 16 lanes each way, out of pinned memory: 63 and 31.5 GB/s less what packets take, as copies of
-#: 256 MiB reach it.
+#: Bytes per second of 16 lanes in each direction from pinned memory: 63 and 31.5 GB/s without packet overhead, as
+#: reached by copies of 256 MiB.
 _PCIE_5, _PCIE_4 = 52e9, 26e9
 
 
 def _device(name: str, flops: float, single: float, memory: float, link: float, gib: float) -> Machine:
-    """By the figures of a data sheet: dense products, and what torch says is the capacity of its memory."""
+    """Returns a machine for dense rates of a data sheet, and a memory capacity as torch reports it."""
     capacity = int(gib * (1 << 30))
     return _of_the_table(name, _PRODUCTS * flops, _PRODUCTS * single, _MEMORY * memory, link, link, capacity)
 
@@ -137,12 +133,11 @@ def _device(name: str, flops: float, single: float, memory: float, link: float, 
 _of_the_table = partial(Machine, launch_seconds=LAUNCH_SECONDS, policy_seconds=POLICY_SECONDS)
 
 
-#: By the names that a plan takes.
 TABLE = {
     machine.name: machine
     for machine in (
         # NVIDIA H200 Tensor Core GPU, data sheet (SXM): 1,979 TFLOP/s in bf16 with sparsity, half of that dense; 67 in
-        # fp32; 4.8 TB/s. Of the operations what benchmarks/README.md takes: 11,500 in the time of a byte.
+        # fp32; 4.8 TB/s. FLOP/s: 11,500 per byte of the link.
         _of_the_table("h200", 11_500 * _PCIE_5, _PRODUCTS * 67e12, _MEMORY * 4.8e12, _PCIE_5, _PCIE_5, 139 << 30),
         # NVIDIA H100 Tensor Core GPU, data sheet (SXM): the same cores; 3.35 TB/s, 80 GB.
         _device("h100", 989.5e12, 67e12, 3.35e12, _PCIE_5, 79.0),
@@ -155,8 +150,7 @@ TABLE = {
         _device("rtx4090", 165.2e12, 82.6e12, 1.008e12, _PCIE_4, 23.5),
     )
 }
-#: What torch calls them. Another form of a device, such as one for a PCIe slot or a slice of one, has another name, and
-#: is measured.
+#: Names in torch. Another variant of a device (e.g. for PCIe, or a MIG slice) has another name, and is measured.
 _NAMES_IN_TORCH = {
     "NVIDIA H200": "h200",
     "NVIDIA H100 80GB HBM3": "h100",
@@ -167,9 +161,9 @@ _NAMES_IN_TORCH = {
 
 
 def machine_of(device: torch.device) -> Machine:
-    """Returns what ``device`` does in a second: by :data:`TABLE` if it is there, else measured once, in about a second.
+    """Returns the rates of ``device``: from :data:`TABLE`, or measured once, in about a second.
 
-    Its link is not measured, and an operator has no least time.
+    The link is not measured, and ``launch_seconds`` is 0.
 
     Raises:
         ConfigError: ``device`` is not in the table, and not on this machine.
@@ -180,13 +174,13 @@ def machine_of(device: torch.device) -> Machine:
     if known is None:
         with _measure_lock.lock:
             return _measured(device)
-    # TF32 has half of the rate of 16 bits. Of the two ways in which it is set, this one may be asked after either.
+    # TF32 has half of the 16-bit rate. Of torch's two settings for it, this one may be read after either was set.
     is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return replace(known, single_flops=known.flops / 2 if is_tf32 else known.single_flops, launch_seconds=0.0)
 
 
 def name_of(device: torch.device) -> str:
-    """Returns what torch calls ``device``; its type where torch has no name for it, or it is not on this machine."""
+    """Returns torch's name of ``device``; its type if it has no name or is not on this machine."""
     import torch
 
     if device.type == "cpu" or not _is_here(device):
@@ -196,7 +190,6 @@ def name_of(device: torch.device) -> str:
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Returns the bytes of memory that ``device`` has; ``None`` where that is not known."""
     from eager_offload.runtime.accelerator import accelerator_runtime
     from eager_offload.tiers.limits import host_capacity
 
@@ -206,10 +199,10 @@ def memory_of(device: torch.device) -> int | None:
 
 
 def here(settings: OffloadConfig) -> Machine:
-    """Returns the device of this process, with the link to the tier that it offloads to first by ``settings``.
+    """Returns the device of this process, with the link to its first tier by ``settings``.
 
-    That is the accelerator and host memory, or the CPU and a disk, unless the settings name a tier. What the table does
-    not have is measured once, in about a second. The memory is what a process can have of it now.
+    This is the accelerator and host memory, or the CPU and a disk, unless the settings name a tier. ``memory_bytes`` is
+    the memory that the process can have now.
     """
     import torch
 
@@ -222,7 +215,7 @@ def here(settings: OffloadConfig) -> Machine:
         device, memory_bytes = torch.device("cpu"), host_part()
     else:
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-        used = accelerator_runtime().memory(device)  # other processes and the driver have some of the rest
+        used = accelerator_runtime().memory(device)  # other processes and the driver use some of the rest
         memory_bytes = accelerator_runtime().available_memory(device, 0 if used is None else used.used)
     if settings.tier == "disk" or (accelerator is None and settings.tier == "auto"):
         link = disk_link(settings.disk_path)
@@ -240,12 +233,12 @@ def here(settings: OffloadConfig) -> Machine:
 
 # -- links ------------------------------------------------------------------------------------------------------------
 
-#: Two threads that measure a link at once would find half of it.
+#: Two threads that measure a link at once would each find half of its rate.
 _link_lock = ForkSafeLock(shared=False)
 
 
 def link_of(runtime: Runtime, device: torch.device) -> LinkRates:
-    """Returns the link between ``device`` and host memory, measured at the first question. Thread-safe."""
+    """Returns the link between ``device`` and host memory, measured on the first call. Thread-safe."""
     with _link_lock.lock:
         if device not in runtime.links:
             with _undisturbed():
@@ -254,12 +247,8 @@ def link_of(runtime: Runtime, device: torch.device) -> LinkRates:
 
 
 def disk_link(directory: PathLike | None) -> LinkRates:
-    """Returns the link to the disk tier in ``directory``, measured once, in a file of its own that is counted
-    nowhere.
-
-    Args:
-        directory: as ``OffloadConfig.disk_path``.
-    """
+    """Returns the link to the disk tier in ``directory`` (as ``OffloadConfig.disk_path``), measured once, in a file
+    that no budget counts."""
     return _known_disk_link(None if directory is None else str(directory))
 
 
@@ -284,13 +273,11 @@ def _with_link(machine: Machine, link: LinkRates) -> Machine:
 
 # -- measuring --------------------------------------------------------------------------------------------------------
 
-#: For how many seconds a rate is measured each time.
 _SECONDS = 0.02
 #: Rows and columns of a product and bytes of a copy, at a scale of 1.
 _ROWS, _BYTES = 512, 2 << 20
-#: Of these the first at which one product, or copy, takes so many seconds, and has no more than so many times the rate
-#: of the one before. Threads of a CPU wait for each other, on busy cores for 16 to 50 ms each time: a small product is
-#: all waiting there, and a larger one has a higher rate. None is larger that takes longer than the last.
+#: The first of these scales is used at which a product (or copy) takes 0.02 s and is at most 1.5 times as fast as at
+#: the scale before, or takes 0.1 s. On busy cores the threads of a small product wait 16 to 50 ms for each other.
 _SCALES, _LARGE_ENOUGH, _RISING, _LONGEST = (1, 2, 3, 4, 6, 8), 0.02, 1.5, 0.1
 
 
@@ -300,7 +287,6 @@ class _Work(NamedTuple):
     repeats: int = 1
 
     def seconds(self, device: torch.device) -> float:
-        """Has ``device`` do it; returns how long that took."""
         import torch
 
         started = time.perf_counter()
@@ -312,20 +298,19 @@ class _Work(NamedTuple):
 
 
 def measure(device: torch.device | None = None, *, tier: str = "host", disk_path: PathLike | None = None) -> Machine:
-    """Measures ``device``: products of numbers of 16 and of 32 bits, bytes of its memory, and its link to a tier.
+    """Measures ``device``: products of 16-bit and of 32-bit numbers, memory bandwidth, and its link to a tier.
 
-    Each rate is the median of 5 measurements after one that is left out, so that it is not that of a moment in which
-    something else ran; :attr:`Machine.spread` says how much they differ. Takes at most 0.6 GiB on an accelerator, less
-    where that is not free, and about a second; a few on a busy machine or a slow disk.
+    Each rate is the median of 5 measurements after a warm-up; :attr:`Machine.spread` tells how much they differ. Takes
+    about a second, or a few on a busy machine or a slow disk, and at most 0.6 GiB of an accelerator's free memory.
 
     Args:
-        device: ``None`` is the accelerator, or the CPU if there is none.
-        tier: ``"host"``: the link is that to host memory; ``"disk"``: to a disk.
-        disk_path: a directory for a file on that disk. ``None``: as ``OffloadConfig.disk_path``.
+        device: ``None``: the accelerator, or the CPU if there is none.
+        tier: ``"host"``: measures the link to host memory; ``"disk"``: to a disk.
+        disk_path: a directory for a file on that disk; ``None``: as ``OffloadConfig.disk_path``.
 
     Raises:
-        ConfigError: ``device`` is not on this machine, another ``tier``, ``disk_path`` beside ``"host"``, or no
-            directory serves.
+        ConfigError: ``device`` is not on this machine, ``tier`` is another text, ``disk_path`` is given with
+            ``"host"``, or no directory is usable.
     """
     import torch
 
@@ -348,7 +333,7 @@ def measure(device: torch.device | None = None, *, tier: str = "host", disk_path
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Compilers trace without bytes, and what is measured is no part of what they trace."""
+    """Disables modes and autograd: a compiler that traces the caller must not see the measurement."""
     import torch
 
     from eager_offload.torch_private.calls import without_dispatch_modes
@@ -371,9 +356,9 @@ def _rates_of(device: torch.device) -> Machine:
             works.append(_sized(device, partial(_product, device, torch.bfloat16)))
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # not every device has products of such numbers
+        except RuntimeError:  # the device has no bfloat16 products
             works.append(works[0])
-        # In turn, so that a moment in which something else runs is in one of each.
+        # In turn, so that a disturbance affects one measurement of each rate.
         seconds = [[work.seconds(device) for work in works] for _ in range(TIMES)]
         columns = zip(*seconds, strict=True)
         rates = [Rate.of(work.amount * work.repeats, each) for work, each in zip(works, columns, strict=True)]
@@ -382,7 +367,7 @@ def _rates_of(device: torch.device) -> Machine:
 
 
 _measured = cache(_rates_of)
-#: Two threads that measure a device at once would find half of it.
+#: Two threads that measure a device at once would each find half of its rates.
 _measure_lock = ForkSafeLock(shared=False)
 
 
@@ -390,8 +375,8 @@ def _product(device: torch.device, dtype: torch.dtype, scale: int) -> _Work:
     import torch
 
     size = scale * _ROWS
-    generator = torch.Generator(device)  # not torch's own, whose numbers belong to the user's training
-    # Random ones: a device that is short of power multiplies ones or zeros faster.
+    generator = torch.Generator(device)  # torch's default one belongs to the user's training
+    # Random numbers: under a power limit a device multiplies constants faster.
     square = torch.randn(size, size, device=device, generator=generator).to(dtype)
     return _Work(partial(torch.mm, square, square, out=torch.empty_like(square)), 2.0 * size**3)
 
@@ -411,7 +396,7 @@ def _sized(device: torch.device, work_of: Callable[[int], _Work]) -> _Work:
     for scale in _SCALES:
         try:
             larger = work_of(scale)
-            larger.seconds(device)  # loads kernels, starts threads and fills memory
+            larger.seconds(device)  # warm-up: loads kernels, starts threads, touches memory
             work, once = larger, larger.seconds(device)
         except torch.OutOfMemoryError:
             if work is None:

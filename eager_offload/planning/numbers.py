@@ -1,23 +1,20 @@
-"""What planning leaves alone: the caller's modes, hooks, compiled code, caches and random numbers, for all threads.
+"""Isolates a trace from the process: modes, hooks, compiled code, caches and random numbers, also of other threads.
 
 [Note: random numbers]
-torch has one default generator for all threads of a process. To put its state back after a trace would have another
-thread draw once more what it has drawn meanwhile. So a trace draws from a generator of its own: the recorder gives it
-to operators (``recorder.py``), and what sets a state by ``torch.random``, as a checkpoint does, sets that one's as long
-as the thread is in ``numbers_of_its_own``. For other threads ``torch.random`` is what it was. The same holds for the
-generators of CUDA's devices.
-
-What a model draws from Python's and numpy's own numbers is put back: other threads should draw none meanwhile.
+torch has one default generator for all threads. Restoring its state after a trace would make another thread repeat the
+numbers that it drew during the trace. So a trace has its own generator, which the recorder passes to operators, and
+which replaces ``torch.random``'s on the tracing thread, for code that gets or sets a state (e.g. a checkpoint). The
+same holds for CUDA's generators. Python's and numpy's are restored, so other threads should not draw from them.
 
 [Note: compiled code]
-Dynamo compiles nothing in a dispatch mode, and marks the code that it meets there: that code would never be compiled
-again in this process. So a thread that plans runs compiled functions as they were written, without asking Dynamo. torch
-has one stance for all threads; other threads, which may be training, have theirs.
+Dynamo marks code that it sees inside a dispatch mode, and never compiles it afterwards. So a planning thread runs
+compiled functions eagerly, without calling Dynamo. torch has one stance for all threads; the patch changes it for the
+planning thread only.
 
 [Note: caches]
-A ``functools.lru_cache`` that a trace filled would give tensors without numbers to training, and one that was emptied
-would compute anew, with other random numbers. So where the Python modules of the model's code name a cache, the thread
-that traces finds the function with a cache of its own. Two plans would replace each other's: one is made at a time.
+A ``functools.lru_cache`` filled by a trace would return fake tensors to training; an emptied one would be recomputed
+with other random numbers. So the tracing thread gets its own cache for each cached function in the classes and Python
+modules of the model's code. One plan is made at a time, because two plans would replace each other's caches.
 """
 
 from __future__ import annotations
@@ -40,17 +37,17 @@ from eager_offload.torch_private.calls import function_modes, without_dispatch_m
 from eager_offload.torch_private.inductor import compiled_frames
 
 _CPU = torch.device("cpu")
-#: The class of what ``functools.cache`` and ``lru_cache`` make.
+#: The class of a function with ``functools.cache`` or ``lru_cache``.
 CACHE: Any = type(functools.cache(lambda: None))
-#: Packages whose functions name nothing of the user's.
+#: Packages whose functions refer to no object of the user's.
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "eager_offload"})
 _caches_lock = threading.RLock()
 
 
 @contextmanager
 def by_itself(device: torch.device = _CPU) -> Iterator[None]:
-    """Autograd is on, compiled functions run as they were written, tensors are made on ``device`` unless the program
-    says otherwise, and the caller's modes and hooks count for nothing."""
+    """Enables autograd, runs compiled functions eagerly, makes ``device`` the default, and disables the caller's modes
+    and hooks."""
     with (
         _uncompiled(),
         contexts.suspended(),
@@ -58,15 +55,15 @@ def by_itself(device: torch.device = _CPU) -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        is_other = function_modes() or torch.get_default_device() != device  # whatever default the caller has
+        is_other = function_modes() or torch.get_default_device() != device
         with device if is_other else nullcontext():
             yield
 
 
 @contextmanager
 def caches_apart(model: nn.Module, loss: object) -> Iterator[None]:
-    """The calling thread neither fills nor empties a cache, of ``functools`` or of the autocast that the caller is in:
-    see [Note: caches]."""
+    """Keeps the calling thread from changing ``functools`` caches and the cache of the caller's autocast: see
+    [Note: caches]."""
     parts = [one for part in (model, loss) if isinstance(part, nn.Module) for one in part.modules()]
     kinds = {kind for one in parts for kind in type(one).__mro__}
     names = {getattr(one, "__module__", None) or "" for one in (*kinds, loss)}
@@ -74,13 +71,14 @@ def caches_apart(model: nn.Module, loss: object) -> Iterator[None]:
     found: list[tuple[Any, str, Any]] = []
     cached, made = torch.is_autocast_cache_enabled(), dict[int, Any]()
     torch.autocast_increment_nesting()
-    is_cast = torch.autocast_decrement_nesting() > 0  # a cache that is begun inside is emptied there
+    is_cast = torch.autocast_decrement_nesting() > 0  # an autocast entered inside clears its own cache
+    # The patches of two plans would replace each other.
     with _caches_lock:
         try:
             torch.set_autocast_cache_enabled(cached and not is_cast)
             for owner in owners:
                 for name, value in [*vars(owner).items()]:
-                    cache = getattr(value, "__func__", value)  # of a static method
+                    cache = getattr(value, "__func__", value)  # unwraps a static method
                     if isinstance(cache, CACHE) and not is_library(cache.__module__):
                         own = made[id(cache)] = made.get(id(cache)) or apart(cache, cache.__wrapped__)
                         found.append((owner, name, value))
@@ -93,7 +91,7 @@ def caches_apart(model: nn.Module, loss: object) -> Iterator[None]:
 
 
 def apart(cache: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what is ``cache`` for other threads, and for the calling one a cache of ``function``."""
+    """Returns a function that calls ``cache`` on other threads, and a new cache of ``function`` on this one."""
     own, thread = functools.lru_cache(**cache.cache_parameters())(function), threading.get_ident()
 
     @functools.wraps(cache)
@@ -113,7 +111,6 @@ class _Local(threading.local):
         self.on_devices = {}
 
     generator: torch.Generator | None = None
-    #: Of CUDA's devices, by number.
     on_devices: dict[int, torch.Generator]
     is_uncompiled: bool = False
 
@@ -127,14 +124,14 @@ class _OfThread:
 
 
 class _GeneratorOfThread(_OfThread):
-    """What ``torch.random`` has in place of the default generator while any thread traces."""
+    """Replaces ``torch.random``'s default generator while any thread traces."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_local.generator or self._shared, name)
 
 
 class _GeneratorsOfThread(_OfThread, Sequence[Any]):
-    """What ``torch.cuda`` has in place of the default generators of its devices while any thread traces."""
+    """Replaces ``torch.cuda``'s default generators while any thread traces."""
 
     def __len__(self) -> int:
         return len(self._shared)
@@ -149,7 +146,7 @@ class _GeneratorsOfThread(_OfThread, Sequence[Any]):
 
 
 class _StanceOfThread(_OfThread):
-    """What Dynamo has in place of its stance while any thread plans."""
+    """Replaces Dynamo's stance while any thread plans."""
 
     def __getattr__(self, name: str) -> Any:
         return "force_eager" if name == "stance" and _local.is_uncompiled else getattr(self._shared, name)
@@ -157,7 +154,7 @@ class _StanceOfThread(_OfThread):
 
 _generator = Patches(
     lambda: [
-        # Functions such as `torch.get_rng_state` ask the module for it.
+        # Functions such as `torch.get_rng_state` look it up in the module.
         *_patch(torch.random, "default_generator", _GeneratorOfThread),
         *_patch(torch.cuda, "default_generators", _GeneratorsOfThread),
     ]
@@ -171,9 +168,9 @@ def _patch(owner: object, name: str, around: Callable[[Any], object]) -> list[Pa
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """The calling thread runs compiled functions as they were written: see [Note: compiled code]."""
+    """Runs compiled functions eagerly on the calling thread: see [Note: compiled code]."""
     before = _local.is_uncompiled
-    compiled_frames()  # imported here, and not while others wait for the lock
+    compiled_frames()  # imports Dynamo before the lock of the patches is taken
     with _stance.used():
         _local.is_uncompiled = True
         try:
@@ -184,8 +181,8 @@ def _uncompiled() -> Iterator[None]:
 
 @contextmanager
 def numbers_of_its_own() -> Iterator[torch.Generator]:
-    """The calling thread draws from a generator that begins as the default one is, and leaves that alone. Python's and
-    numpy's numbers are put back where they have changed."""
+    """Gives the calling thread a copy of the default generator, and restores Python's and numpy's random states: see
+    [Note: random numbers]."""
     before, generator = (_local.generator, _local.on_devices), torch.Generator("cpu")
     generator.set_state(torch.get_rng_state())
     others, own, numpy = state_of_others(), random.getstate(), sys.modules.get("numpy")
@@ -203,7 +200,6 @@ def numbers_of_its_own() -> Iterator[torch.Generator]:
 
 
 def state_of_others() -> tuple[object, ...]:
-    """Where Python's own random numbers are, and numpy's."""
     numpy = sys.modules.get("numpy")
     theirs = () if numpy is None else numpy.random.get_state(legacy=True)
     return random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in theirs)

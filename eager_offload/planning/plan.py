@@ -1,4 +1,4 @@
-"""``Plan``: what is known of a step before it runs, and the figure of it."""
+"""``Plan``: the result of ``plan()``, with budgets, checkpoints and a figure."""
 
 from __future__ import annotations
 
@@ -29,54 +29,54 @@ from eager_offload.planning.settings import PlanSettings
 from eager_offload.planning.simulate import PolicySearch, StepSimulator
 from eager_offload.stats import Relief
 
-#: A part of a step that compute may wait without being worth a word, and to how many bits a budget for that is found.
+#: The stall, as a fraction of the step, that ``relief`` accepts; and the bits of precision of its budget.
 _LITTLE, _BITS = 0.05, 6
-#: A front is searched for so many budgets, where one part in so many of it is empty.
+#: Most searches to fill gaps of a front, and the smallest gap that is filled: 1/8 of its range.
 _SEARCHES, _GAPS = 4, 8
-#: Samples of a curve at most: more than a screen has pixels.
+#: Most samples of a curve: more than a screen has pixels.
 _SAMPLES = 4096
-#: Of what plans are compared with.
+#: Symbols of the fixed ways.
 _SYMBOLS = ("square", "diamond", "triangle-up", "triangle-down")
 
 
 class Plan(PlanFigures, PlanSettings):
-    """What a step of a model is to move on a device, and what comes of it; :func:`eager_offload.plan` makes one.
+    """The saved tensors of a step to offload, and the predicted step; :func:`eager_offload.plan` makes one.
 
-    ``print`` shows it: whether it fits, its peak, its time, and what is moved of each kind of module. The model was not
-    run: its step was traced, and the schedule of the library was replayed with it, which these peaks and times are of.
-    ``Offload(plan=plan)`` takes its settings for training. Sizes are bytes, times seconds.
+    ``print`` shows whether it fits, its peak and time, and the bytes to offload by kind of module. Peaks and times are
+    of a simulation of the library's scheduler on the traced step; the model was not run. ``Offload(plan=plan)`` takes
+    its settings for training. Sizes are bytes, times seconds.
     """
 
     def apply(self, model: nn.Module, verify: Verify = "auto") -> AbstractContextManager[Checks]:
-        """Puts ``torch.utils.checkpoint`` around the modules that are computed again, and takes it off afterwards.
+        """Puts ``torch.utils.checkpoint`` around the recomputed modules within a ``with``.
 
             with plan.apply(model):
                 train(model)
 
-        A module that does another thing the second time would have wrong gradients. So in its first two steps of a kind
-        (of shapes and types, in training or not) fingerprints of what it saves are compared, which waits for the device
-        once a module. Another value is an ``OffloadError`` out of ``backward()``, before a gradient is computed of it.
-        The ``with`` counts: ``calls`` that were compared, and ``inexact`` values: other bits, nearly the same sums.
+        A module whose recompute differs from its forward would get wrong gradients. So fingerprints of its saves are
+        compared in its first two steps for each combination of shapes, dtypes and training mode; this waits for the
+        device once per module. A difference raises an ``OffloadError`` from ``backward()``, before it reaches a
+        gradient. The ``with`` returns counts: compared ``calls``, and ``inexact`` values, whose bits differ while their
+        sums nearly agree.
 
-        The checkpoints are not reentrant and keep the state of random numbers; they stand inside of the regions of
-        ``skip`` and ``only``. Parameters, hooks and ``state_dict`` of the model stay as they are, and its copies have
-        no checkpoints. Several may be in force, in any thread. Where nothing is to be computed again it does nothing.
+        The checkpoints are non-reentrant, preserve RNG state, and are inside the regions of ``skip`` and ``only``. The
+        model's parameters, hooks and ``state_dict`` stay unchanged; copies of it have no checkpoints. Several contexts
+        may be open, on any thread.
 
         Args:
-            model: the one that was planned, or one like it, wrapped or not.
-            verify: ``True`` compares in each step, and has each bit the same; ``False`` compares in none.
+            model: the planned model or one of the same structure, wrapped (e.g. by DDP) or not.
+            verify: ``True`` compares in each step, and requires equal bits; ``False`` never compares.
 
         Raises:
-            ConfigError: a module is not there, or ``verify`` is another thing.
+            ConfigError: the model lacks a module of the plan, or ``verify`` is not accepted.
         """
         return checkpointed(model, dict(zip(self.again, self.kept, strict=True)), verify)
 
     @cached_property
     def relief(self) -> Relief | None:
-        """The least larger budget, in round numbers, with which compute waits for less than a twentieth of the step.
+        """The smallest larger budget, in round numbers, with which compute stalls for at most 1/20 of the step.
 
-        ``None`` where it waits no longer than that now, where no larger budget changes that, and where modules are
-        computed again.
+        ``None`` if the stall is already that short, if no budget reaches it, or if modules are recomputed.
         """
 
         def waits(seconds: float) -> float:
@@ -84,35 +84,35 @@ class Plan(PlanFigures, PlanSettings):
 
         @cache
         def waits_within(budget: int) -> float:
-            return waits(self._chooser.within(budget).step_seconds)
+            return waits(self._candidates.within(budget).step_seconds)
 
         if self.again or not self.compute_seconds or waits(self.step_seconds) <= _LITTLE:
             return None
-        high = self._chooser.nothing.peak_bytes
+        high = self._candidates.nothing.peak_bytes
         unit = 1 << max(high.bit_length() - _BITS, 0)
         budgets = range((self.peak_bytes // unit + 1) * unit, high + unit, unit)
         place = bisect_left(budgets, True, key=lambda budget: waits_within(budget) <= _LITTLE)
         return None if place == len(budgets) else Relief(budgets[place], waits_within(budgets[place]))
 
     def front(self, points: int = 16) -> list[Point]:
-        """Returns the best plans for budgets from ``least_budget`` to where nothing has to move, in that order.
+        """Returns the fastest steps for budgets from ``least_budget`` up to the peak without offload, ascending.
 
-        With ``recompute`` they are the best that was found on the way to this plan, and by a search for a few budgets
-        more where it left gaps, in about the time of a plan each. A plan that was loaded searches no more.
+        With ``recompute`` they are the best steps that the search for this plan found, plus searches for up to four
+        more budgets in large gaps, each in about the time of a plan. A loaded plan does not search.
 
         Args:
-            points: how many, 2 or more.
+            points: the number of budgets, 2 or more.
 
         Raises:
-            ConfigError: there are fewer.
+            ConfigError: ``points`` is not such a number.
         """
         if type(points) is not int or points < 2:
             raise ConfigError(f"points={points!r} is not accepted: points takes a whole number, 2 or more")
-        choosers = dict.fromkeys((self._chooser, self._whole_chooser))
+        searches = dict.fromkeys((self._candidates, self._whole_candidates))
         (low, high), found, best = self._range, list[Point](), self.least
         for step in range(points):
             budget = low + (high - low) * step // (points - 1)
-            tried = [Point.least_of(chooser.within(budget)) for chooser in choosers]
+            tried = [Point.least_of(candidates.within(budget)) for candidates in searches]
             for point in (*tried, *self._searched):
                 if point.peak_bytes <= budget and point.step_seconds < best.step_seconds:
                     best = point
@@ -121,14 +121,14 @@ class Plan(PlanFigures, PlanSettings):
 
     @property
     def _range(self) -> tuple[int, int]:
-        return self.least_budget, max(self._whole_chooser.nothing.peak_bytes, self.least_budget)
+        return self.least_budget, max(self._whole_candidates.nothing.peak_bytes, self.least_budget)
 
     @cached_property
-    def _whole_chooser(self) -> PolicySearch:
-        return self._chooser if self.whole is None else PolicySearch(self.whole, self.whole_windows)
+    def _whole_candidates(self) -> PolicySearch:
+        return self._candidates if self.whole is None else PolicySearch(self.whole, self.whole_windows)
 
     def search_with(self, points_within: Callable[[int], Iterable[Point]]) -> None:
-        """Takes what searches for the best step of another budget, for :meth:`front`."""
+        """Sets the function by which :meth:`front` searches for the best steps of another budget."""
         vars(self)["_points_within"] = points_within
 
     def __getstate__(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Plan(PlanFigures, PlanSettings):
 
     @cached_property
     def _searched(self) -> Sequence[Point]:
-        """The best that was found for all budgets, after a search in the largest gaps."""
+        """The best steps for all budgets, after searches in the largest gaps."""
         points, (low, high), tried = self.points, self._range, set[int]()
         while (search := vars(self).get("_points_within")) is not None and len(tried) < _SEARCHES:
             peaks = sorted({low, high, *tried, *(one.peak_bytes for one in points if low < one.peak_bytes < high)})
@@ -148,25 +148,23 @@ class Plan(PlanFigures, PlanSettings):
         return points
 
     def fixed_ways(self) -> list[FixedWay]:
-        """Returns decisions that look at no budget, to compare with."""
-        chooser = self._chooser
+        """Returns steps of decisions that ignore the budget, for comparison."""
+        candidates = self._candidates
         every_second = tuple(number % 2 == 0 for number in range(len(self.problem.program.storages)))
         chosen = {
-            "nothing moves": chooser.nothing.outcome,
-            "every second storage moves": chooser.of(every_second),
-            "all that may moves": chooser.share(1.0).outcome,
+            "nothing moves": candidates.nothing.outcome,
+            "every second storage moves": candidates.of(every_second),
+            "all that may moves": candidates.share(1.0).outcome,
         }
         ways = [FixedWay(name, one.peak_bytes, one.step_seconds) for name, one in chosen.items()]
         if self.checkpointing is not None:
             ways.append(FixedWay("checkpointing", self.checkpointing.peak_bytes, self.checkpointing.step_seconds))
         return ways
 
-    # -- for a reader -------------------------------------------------------------------------------------------------
-
     def figure(self) -> Any:
-        """Returns the plan as a ``plotly.graph_objects.Figure``: what lives when, what other budgets buy, what moves.
+        """Returns a ``plotly.graph_objects.Figure``: live bytes over time, step time by budget, bytes by module.
 
-        Fixed ways are drawn to compare with. In the curves waits are left out, so that both have the time of compute.
+        It includes ``fixed_ways`` for comparison. The curves of live bytes leave out stalls, to share one time axis.
 
         Raises:
             OffloadError: plotly is not installed: ``pip install 'eager_offload[report]'``.
@@ -206,7 +204,7 @@ def _drawn(plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) 
         Curve("without offload", without, WITHOUT, [max(unmoved[part]) for part in parts]),
         Curve("with this plan", plan.peak_bytes, DEVICE, [max(live_bytes[part]) for part in parts]),
     ]
-    if budget <= 1.25 * without:  # else it would leave the curves flat
+    if budget <= 1.25 * without:  # a larger budget would flatten the curves
         curves.append(Curve("budget", budget, BUDGET, [budget] * len(parts)))
     stack.memory([1e3 * problem.begins[part.start] for part in parts], curves, "bytes that live, without waits")
     _draw_outcomes(stack, plan, front, ways)
@@ -234,7 +232,7 @@ def _draw_outcomes(stack: Stack, plan: PlanFigures, front: Sequence[Point], ways
             mode=mode,
             name=name,
             legend="legend2",
-            line={"shape": "hv"},  # a budget between two buys what the smaller one does
+            line={"shape": "hv"},  # a budget between two points gets the step of the smaller one
             x=[one.budget for one in points],
             y=[one.step_seconds / compute for one in points],
             marker={"color": colour, "symbol": symbol, "size": 14 if symbol == "star" else 8},

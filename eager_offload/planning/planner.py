@@ -1,10 +1,10 @@
-"""``plan``: from a model and its inputs to what a step of it will take.
+"""``plan``: predicts a training step, and searches for the fastest one that fits a budget.
 
-[Note: what is computed again]
-A model is mostly blocks that repeat. Each has a few levels, by what a second of the device buys: what is cheaper for a
-byte than the level's price is computed again, the rest is kept, and of that a part moves. All blocks have one level, or
-two that alternate evenly: a link that is busy with what some blocks keep hides behind the compute of the others. Of
-these mixtures the fastest one that fits is taken. Only the step without checkpoints is traced (``levels.py``).
+[Note: recompute levels]
+A *level* is a price in seconds per byte: a recomputed block keeps the results that cost more to recompute, and a
+fraction of the kept bytes is offloaded. A *mixture* gives all repeated blocks one level, or two levels that alternate
+evenly, so that the recompute of some blocks hides the copies of the others. The search takes the fastest mixture that
+fits. Only the step without checkpoints is traced; ``levels.py`` derives the others.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from eager_offload.core.schedule import bounded_window
 from eager_offload.errors import ConfigError, PlanError
 from eager_offload.planning import OF_TORCHSCRIPT, POLICIES
 from eager_offload.planning.figures import Again, Point
-from eager_offload.planning.levels import Kept, Mixture, Recording, computed_again, levels_of, mixtures
+from eager_offload.planning.levels import Kept, Mixture, Recording, levels_of, mixtures, with_recompute
 from eager_offload.planning.machine import TABLE, Machine, here
 from eager_offload.planning.plan import Plan
 from eager_offload.planning.program import Problem, Program, floor_seconds, kind_of, modules_around
 from eager_offload.planning.sharding import (
-    Asked,
     Mesh,
+    PlanRequest,
     agreed,
     are_several,
     mesh_of,
@@ -47,16 +47,15 @@ from eager_offload.tiers.limits import ranks_here
 from eager_offload.torch_private.inductor import is_compiled
 from eager_offload.torch_private.memory import tree_iter
 
-#: The device that this process has.
 _HERE = "here"
-#: Of a step, the part that compute waits where it may be worth much to compute something again.
-_MUCH = 0.1
-#: So many mixtures are replayed in all windows, of those that come roughly as near to the best; of a sum of seconds, an
-#: error.
+#: If compute stalls for a larger fraction of the step, a plan without recompute also reports the step with it.
+_LONG_STALL = 0.1
+#: Mixtures that are simulated with all windows; the factor over the best time up to which a mixture is searched; and
+#: the relative error of a sum of seconds.
 _FINALISTS, _NEAR, _ROUNDING = 3, 1.01, 1e-9
-#: Devices of a node, where nothing says how many there are.
+#: Devices of a node, if no launcher has started ranks.
 _NODE = 8
-#: Of a budget of the tier, one part in so many is left for what its slabs round.
+#: 1/8 of the host budget is left for the rounding of slabs.
 _ROUNDED = 8
 
 
@@ -76,64 +75,62 @@ def plan(
     recompute: bool = False,
     config: OffloadConfig | Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Says what a training step will take on a device, and which saved tensors are to move, before anything runs.
+    """Predicts peak memory and time of a training step, and chooses the saved tensors to offload, without running it.
 
         plan = eo.plan(model, tokens, device="h200", device_budget="40GiB")
         print(plan)
 
-    A copy of the model is traced: forward and backward on tensors without bytes, on the accelerator that the process
-    has, or as CUDA's kernels and autocast would have it where there is none; the plan names the functions of which that
-    is a guess. Nothing of the model's or of the process changes, and nothing is allocated but for integers and
-    booleans. A compiled model is planned as it is written. Times are those of a roofline: see :class:`Machine`.
+    A copy of the model is traced, forward and backward, on fake tensors of the process's accelerator. Without one they
+    are a CPU's, with CUDA's kernels and autocast; the plan lists the functions for which this is a guess. The model and
+    the process are left unchanged, and only integer and boolean tensors are allocated. A compiled model is planned from
+    its eager code. Times follow a roofline: see :class:`Machine`.
 
     Args:
         model: real, or on ``meta``, in the mode in which it is trained.
-        inputs: what it is called with: a tensor, a tuple or list of arguments, or a mapping of keywords, which may hold
-            objects, such as a cache: they are copied. Integers and booleans should be real ones: models look at masks.
-        loss: makes the loss of what the model returns; ``None``: what it returns itself, or its ``loss``.
-        device: ``"here"``, which is measured; ``"h200"``, ``"h100"``, ``"a100"``, ``"l40s"`` or ``"rtx4090"``; or a
-            :class:`Machine`.
-        device_budget: bytes of the device that the step may take, or a text such as ``"40GiB"``; ``None`` or
-            ``"auto"``: all that it has; of the device that is here, what is free, less a tenth.
-        host_budget: bytes that may rest in the tier at one time, in the same form, of which an eighth is left for what
-            its slabs round; ``None``: any number. What finds no room there stays. The ``Offload`` has it too.
-        optimizer: a class, an instance, or a function that makes one of a list of parameters. The states that a step of
-            it would leave for each parameter that is trained are there all the time; ``None``: none are counted.
-        optimizer_bytes: of its states, in place of what ``optimizer`` would have, such as those in 8 bits.
-        mesh: the sizes of the mesh over which FSDP2 will shard the whole model that is given: ``(8,)``, or ``(2, 8)``
-            with two replicas. The plan is that of one device, where each of the repeated blocks is gathered while it
-            runs, and one ahead; collectives take no time. Or sizes by name, ``{"fsdp": 8, "tp": 2}`` or with
-            ``"replicate"``: ``parallelize_module`` has divided the model, in a process that may have no other ranks (a
-            group of the backend ``"fake"``). A model that ``fully_shard`` has sharded needs no ``mesh``.
-        accumulation: backwards to a step of the optimizer. From 2 on the gradients of the last one are there from the
-            beginning, under FSDP2 in shards.
-        policy: ``"least"``: the least movement that fits the budget, where compute waits as little as can be;
-            ``"free"``: only what the link hides; ``"max"``: all that may move.
-        recompute: whether the blocks that repeat may be computed again in backward, all of each or but for the results
-            that cost most seconds a byte, where that takes less time than moving what they save. :meth:`Plan.apply`
-            puts checkpoints around them. Only with ``policy="least"``, whose plan says without it what it would bring
-            where nothing fits or compute waits for a tenth of the step.
-        config: the settings of the ``Offload`` that will be used: ``min_bytes``, windows, ``skip`` and ``only`` are
-            heeded, and budgets that are not given here. As for :class:`Offload`, which has them from ``plan=...``.
+        inputs: a tensor, a tuple or list of arguments, or a mapping of keywords. They may include objects (e.g. a
+            cache), which are copied. Integers and booleans should be real tensors, because models inspect masks.
+        loss: maps the model's result to the loss; ``None``: the result itself, or its ``loss``.
+        device: ``"here"``, which is known by its name or measured; ``"h200"``, ``"h100"``, ``"a100"``, ``"l40s"`` or
+            ``"rtx4090"``; or a :class:`Machine`.
+        device_budget: bytes of device memory that the step may take, or a text (e.g. ``"40GiB"``); ``None`` or
+            ``"auto"``: all memory of the device; with ``"here"``, the process's memory plus nine tenths of the free.
+        host_budget: bytes that the tier may store at one time, in the same form; an eighth is left for the rounding of
+            slabs. Tensors beyond it are kept. ``None``: unlimited. The ``Offload`` gets it too.
+        optimizer: a class, an instance, or a function of a list of parameters. Its states count for the whole step;
+            ``None``: no states are counted.
+        optimizer_bytes: bytes of optimizer states, instead of ``optimizer`` (e.g. for 8-bit states).
+        mesh: the sizes of the mesh over which FSDP2 will shard the given, whole model: ``(8,)``, or ``(2, 8)`` with
+            two replicas. Or sizes by name (``{"fsdp": 8, "tp": 2}``, also ``"replicate"``) for a model that
+            ``parallelize_module`` has divided, possibly in a single process (a group with the backend ``"fake"``). The
+            plan is for one device; collectives take no time. A model with ``fully_shard`` needs no ``mesh``.
+        accumulation: backward passes per optimizer step. With 2 or more, gradients of the previous pass count from the
+            start (sharded under FSDP2).
+        policy: ``"least"``: the least movement that fits the budget, with the shortest stall; ``"free"``: only
+            tensors whose copies are hidden; ``"max"``: everything movable.
+        recompute: whether repeated blocks may be recomputed in backward, except for their costliest results, if that is
+            faster than offloading their saves. :meth:`Plan.apply` puts checkpoints around them. Requires
+            ``policy="least"``.
+        config: the settings of the ``Offload`` that will be used: the plan respects ``min_bytes``, windows, ``skip``
+            and ``only``, and budgets that are not given here. ``Offload(plan=...)`` takes them from the plan.
 
-    Where ``torch.distributed`` has a process group of several ranks, all of them have to call it together. They get one
-    plan, by what rank 0 gives and for the least of their budgets; an error of one is an error of all.
+    If ``torch.distributed`` has a process group of several ranks, all ranks must call ``plan`` together. They get one
+    plan, made from the arguments of rank 0 for the smallest of their budgets; an error on one rank is raised on all.
 
     Returns:
-        The plan. Where nothing fits, its ``fits`` is false.
+        The plan. If no step fits the budget, its ``fits`` is false.
 
     Raises:
-        ConfigError: an unknown device or policy, a size below 0, a pattern of ``skip`` or ``only`` that matches no
-            module, ``keep_last_bytes`` beside it, an optimizer that cannot be tried, or a ``mesh`` beside a model that
-            is sharded, or that tensor parallelism divides otherwise.
-        PlanError: the step depends on numbers that no trace has (train with ``device_budget=`` then, which measures),
-            calls what torch does not differentiate on a CPU, such as FlexAttention, changes a tensor outside of it, or
-            has a module of TorchScript; an input cannot be copied; something outside of the model holds a tensor of the
-            trace afterwards; or the shards of the model are gathered now. The text names the module or the tensor. An
-            error of the model's own comes as it is, with a note that names the module.
+        ConfigError: an unknown device or policy; a size below 0; a pattern of ``skip`` or ``only`` that matches no
+            module; ``keep_last_bytes`` in ``config``; an optimizer whose trial step fails; or a ``mesh`` with a
+            sharded model, or one that differs from the model's tensor parallelism.
+        PlanError: the step depends on tensor values, which a trace does not have (train with ``device_budget=``
+            instead); it calls a function that cannot be traced (e.g. FlexAttention); it changes a tensor outside of the
+            model; a module is of TorchScript; an input cannot be copied; an object outside of the model holds a tensor
+            of the trace afterwards; or the model's shards are currently gathered. The model's own errors are raised
+            unchanged, with a note that names the module.
     """
     return agreed(
-        lambda: asked_for(
+        lambda: request_of(
             model,
             loss,
             policy,
@@ -147,11 +144,11 @@ def plan(
             accumulation=accumulation,
             config=config,
         ),
-        lambda asked: _make(asked, model, inputs, loss, policy, recompute=recompute),
+        lambda request: _make(request, model, inputs, loss, policy, recompute=recompute),
     )
 
 
-def asked_for(
+def request_of(
     model: nn.Module,
     loss: Callable[[Any], Tensor] | None,
     policy: str,
@@ -165,8 +162,8 @@ def asked_for(
     mesh: tuple[int, ...] | Mapping[str, int] | None,
     accumulation: int,
     config: OffloadConfig | Mapping[str, Any] | None,
-) -> Asked:
-    """Checks the arguments of :func:`plan`, and works out what does not depend on a step."""
+) -> PlanRequest:
+    """Checks the arguments of :func:`plan`, and derives everything that needs no trace."""
     _check_what(model, loss, policy, recompute=recompute)
     if type(accumulation) is not int or accumulation < 1:
         raise ConfigError(
@@ -211,11 +208,11 @@ def asked_for(
         if not budget:
             raise ConfigError(f"device_budget=None is not accepted, since the memory of {machine.name} is not known")
     text = model_text(model) if are_several() else ""
-    return Asked(settings, machine, budget, states, text, sharding, accumulation > 1)
+    return PlanRequest(settings, machine, budget, states, text, sharding, accumulation > 1)
 
 
 def _make(
-    asked: Asked,
+    request: PlanRequest,
     model: nn.Module,
     inputs: object,
     loss: Callable[[Any], Tensor] | None,
@@ -223,8 +220,8 @@ def _make(
     *,
     recompute: bool,
 ) -> Plan:
-    settings, machine, budget = asked.settings, asked.machine, asked.budget
-    search = search_of(asked, model, inputs, loss)
+    settings, machine, budget = request.settings, request.machine, request.budget
+    search = search_of(request, model, inputs, loss)
     whole, may_again = search.nothing, None
     if recompute:
         found = search.best(search.mixtures())
@@ -238,15 +235,15 @@ def _make(
                 chosen = whole.share(1.0)
         found = _Found({}, whole, chosen)
         if policy == "least" and (
-            chosen.peak_bytes > budget or whole.nothing.step_seconds < (1 - _MUCH) * chosen.step_seconds
-        ):  # nothing fits, or compute waits
+            chosen.peak_bytes > budget or whole.nothing.step_seconds < (1 - _LONG_STALL) * chosen.step_seconds
+        ):
             better = search.best(search.levels, found)
             if kept := search.kept(better):
                 may_again = Again(tuple(kept), better.chosen.peak_bytes, better.chosen.step_seconds)
     chosen, kept = found.chosen, search.kept(found)
-    lowest = [found.chooser.least, *([search.all_again.least] if recompute else [])]
+    lowest = [found.candidates.least, *([search.all_again.least] if recompute else [])]
 
-    # What it was worked out for is what is in force from the first step on.
+    # Training uses the planned windows from the first step on.
     settings = replace(settings, max_inflight_bytes=chosen.problem.window, prefetch_bytes=chosen.problem.ahead)
     made = Plan(
         type(model).__name__,
@@ -256,7 +253,7 @@ def _make(
         *chosen,
         settings,
         Point.least_of(min(lowest, key=attrgetter("peak_bytes"))),
-        found.chooser.windows,
+        found.candidates.windows,
         tuple(kept),
         tuple(kept.values()),
         whole.problem if kept else None,
@@ -265,8 +262,8 @@ def _make(
         tuple(search.best_points) if recompute else (),
         may_again,
         search.is_compiled,
-        asked.states,
-        *((1, 1, 1) if (of := asked.sharding) is None else (of.shards, of.parts, min(of.devices, _node()))),
+        request.states,
+        *((1, 1, 1) if (of := request.sharding) is None else (of.shards, of.parts, min(of.devices, _node()))),
     )
     if recompute:
         made.search_with(search.points_within)
@@ -274,45 +271,38 @@ def _make(
 
 
 def _node() -> int:
-    """Returns how many devices a node has: as many as a launcher has started ranks here, or as are usual."""
     ranks = ranks_here()
     return _NODE if ranks.is_guess or ranks.number == 1 else ranks.number
 
 
-def search_of(asked: Asked, model: nn.Module, inputs: object, loss: Callable[[Any], Tensor] | None) -> Search:
-    """Traces a step, and returns what looks for the best of it."""
-    from eager_offload.planning.trace import record  # it brings in what only tracing needs
+def search_of(request: PlanRequest, model: nn.Module, inputs: object, loss: Callable[[Any], Tensor] | None) -> Search:
+    from eager_offload.planning.trace import record  # imported late: only tracing needs its imports
 
-    least, patterns = asked.settings.size("min_bytes"), asked.settings.patterns
-    recording = record(model, inputs, loss, min_bytes=least, patterns=patterns, target=asked.machine.kernels)
-    return Search(recording, asked, is_compiled=any(map(is_compiled, (*model.modules(), loss))))
+    least, patterns = request.settings.size("min_bytes"), request.settings.patterns
+    recording = record(model, inputs, loss, min_bytes=least, patterns=patterns, target=request.machine.kernels)
+    return Search(recording, request, is_compiled=any(map(is_compiled, (*model.modules(), loss))))
 
 
 class _Found(NamedTuple):
-    """A mixture, and what comes of it."""
-
     mixture: Mixture
-    chooser: PolicySearch
+    candidates: PolicySearch
     chosen: Candidate
 
 
 class Search:
-    """Looks for the fastest step that fits among what blocks may keep of themselves: see
-    [Note: what is computed again]."""
+    """Searches the mixtures for the fastest step that fits: see [Note: recompute levels]."""
 
-    def __init__(self, recording: Recording, asked: Asked, *, is_compiled: bool) -> None:
-        self._recording, self._asked, self.is_compiled = recording, asked, is_compiled
-        # Of one that saves nothing but what it is given, nothing would run again.
+    def __init__(self, recording: Recording, request: PlanRequest, *, is_compiled: bool) -> None:
+        self._recording, self._request, self.is_compiled = recording, request, is_compiled
+        # A block that saves nothing but its inputs has no operator to run again.
         self._blocks, self._inner = (
             [name for name in names if recording.stop(call := recording.calls[name]) > call.begin]
             for names in _blocks(recording.program)
         )
-        self._seconds = recording.program.seconds(asked.machine)
-        #: The same for all blocks; operators of compiled code cannot be told apart.
+        self._seconds = recording.program.seconds(request.machine)
         self.levels = levels_of(recording, self._blocks, self._seconds)
-        if is_compiled:
+        if is_compiled:  # no policy can select single operators of compiled code
             self.levels = [self.levels[0], self.levels[-1]]
-        #: What was found on the way.
         self.points: list[Point] = []
 
     def mixtures(self) -> list[Mixture]:
@@ -321,21 +311,22 @@ class Search:
 
     @cached_property
     def nothing(self) -> PolicySearch:
-        """That of the step in which nothing is computed again."""
-        return self._chooser({})
+        return self._candidates({})
 
     @cached_property
     def all_again(self) -> PolicySearch:
-        return self._chooser(self.levels[-1])
+        return self._candidates(self.levels[-1])
 
     def least(self) -> Point:
-        """Returns that of the least peak where all that a level keeps stays, or leaves in the smallest window; the
-        first one that fits, if one does, since each level takes a while."""
+        """Returns the point with the lowest peak, over all levels with nothing or everything offloaded.
+
+        Stops at the first point that fits, because each level takes a while.
+        """
         others = (dict.fromkeys(self._inner, frozenset[int]()), *self.levels[-2::-1])
         found = list[Point]()
-        for chooser in (self.all_again, *map(self._chooser, others)):
-            found += (Point.least_of(chooser.share(part)) for part in (0.0, 1.0))
-            if min(found).peak_bytes <= self._asked.budget:
+        for candidates in (self.all_again, *map(self._candidates, others)):
+            found += (Point.least_of(candidates.share(part)) for part in (0.0, 1.0))
+            if min(found).peak_bytes <= self._request.budget:
                 break
         return min(found)
 
@@ -345,7 +336,7 @@ class Search:
 
     @property
     def best_points(self) -> Iterator[Point]:
-        """Yields those of which none has a smaller peak and a faster step, the least peak first."""
+        """Yields the Pareto front of ``points``, the lowest peak first."""
         fastest = inf
         for point in sorted([*self.points, *filter(None, [self.checkpointing])]):
             if point.step_seconds < fastest:
@@ -353,63 +344,63 @@ class Search:
                 yield point
 
     def kept(self, found: _Found) -> dict[str, tuple[Kept, ...]]:
-        """Returns by name the blocks that are computed again, and what each keeps."""
         of = self._recording
         return {name: of.kept(of.calls[name], kept) for name, kept in found.mixture.items()}
 
     def points_within(self, budget: int) -> Iterator[Point]:
-        """Returns all of ``best_points`` once the best step of that budget is among them."""
+        """Returns ``best_points`` after a search for ``budget``."""
         self.best(self.mixtures(), budget=budget)
         return self.best_points
 
     def best(self, among: Sequence[Mixture], found: _Found | None = None, budget: int | None = None) -> _Found:
-        """Returns the best of those mixtures, and of ``found``, by default for the budget that was asked for.
+        """Returns the best of ``among`` and ``found`` for ``budget`` (by default the plan's).
 
-        Each has a step that it cannot be faster than: compute, and the link's time for what has to leave. They are
-        replayed in that order, with few windows, until none that is left could be faster than the best; then that is
-        replayed with all of them.
+        1. The lower bound on a mixture's step time is its compute time, and once its program is made, its floor for the
+           bytes over the budget.
+        2. Mixtures are simulated with few windows, the lowest bound first, until no bound is below the best time.
+        3. The finalists are simulated with all windows.
         """
-        budget, machine = self._asked.budget if budget is None else budget, self._asked.machine
+        budget, machine = self._request.budget if budget is None else budget, self._request.machine
 
         def rank(one: _Found) -> tuple[float, ...]:
             chosen = one.chosen
             return max(chosen.peak_bytes - budget, 0), chosen.step_seconds, chosen.outcome.moved_bytes
 
-        # A mixture stands in the heap with its compute, and once that is the least, with its floor.
+        # A mixture enters the heap with its compute time, and again with its floor once that time is the lowest.
         todo: list[tuple[float, int, Mixture, PolicySearch | None]] = []
         todo += [(self._compute_seconds(one), order, one, None) for order, one in enumerate(among)]
         heapify(todo)
         finalists = [] if found is None else [found]
         while todo:
-            seconds, order, mixture, chooser = heappop(todo)
+            seconds, order, mixture, candidates = heappop(todo)
             bound = min((one.chosen.step_seconds for one in finalists if one.chosen.peak_bytes <= budget), default=inf)
             if seconds >= bound:
                 break
-            if chooser is None:
-                chooser = self._chooser(mixture)
-                problem = chooser.problem
+            if candidates is None:
+                candidates = self._candidates(mixture)
+                problem = candidates.problem
                 peak = problem.unmoved_peak
                 forward, backward = problem.forward_seconds, problem.compute_seconds - problem.forward_seconds
                 floor = floor_seconds(forward, backward, max(peak - budget, 0), machine.out, machine.back)
                 self.points.append(Point(peak, peak, problem.compute_seconds))
-                heappush(todo, (floor, order, mixture, chooser))
+                heappush(todo, (floor, order, mixture, candidates))
                 continue
-            one = _Found(mixture, chooser, chooser.within(budget, roughly=True, below=_NEAR * bound))
-            self.points += map(Point.least_of, chooser.tried)
+            one = _Found(mixture, candidates, candidates.within(budget, roughly=True, below=_NEAR * bound))
+            self.points += map(Point.least_of, candidates.tried)
             finalists = sorted([*finalists, one], key=rank)[:_FINALISTS]
         best = finalists[0]
         if best is found:
             return best
-        if best.mixture:  # with all windows, what moves alone may be faster than it was roughly
+        if best.mixture:  # the few windows may have underrated the step without recompute
             finalists.append(_Found({}, self.nothing, best.chosen))
-        for mixture, chooser, _ in finalists:
+        for mixture, candidates, _ in finalists:
             bound = best.chosen.step_seconds if best.chosen.peak_bytes <= budget else inf
-            best = min(best, _Found(mixture, chooser, chooser.within(budget, below=bound)), key=rank)
+            best = min(best, _Found(mixture, candidates, candidates.within(budget, below=bound)), key=rank)
         self.points.append(Point.least_of(best.chosen))
         return best
 
     def _compute_seconds(self, mixture: Mixture) -> float:
-        """Returns what the step of a mixture takes at least, without making it."""
+        """Returns a lower bound on the step time of ``mixture``, without making its program."""
         of, seconds = self._recording, self._seconds
         total = sum(seconds)
         for name, kept in mixture.items():
@@ -418,33 +409,29 @@ class Search:
             total += sum(seconds[op] for op in range(call.begin, of.stop(call)) if op not in left_out)
         return (1 - _ROUNDING) * total
 
-    def _chooser(self, mixture: Mixture) -> PolicySearch:
-        program = computed_again(self._recording, mixture)
-        seconds = tuple(program.seconds(self._asked.machine))
-        step = on_one_device(program, self._asked.sharding, accumulates=self._asked.accumulates)
-        return _chooser(step, seconds, self._asked)
-
-
-def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> PolicySearch:
-    settings, machine = asked.settings, asked.machine
-    device_bytes, movable = machine.memory_bytes or None, program.movable_bytes
-    windows = settings.windows(lambda: device_bytes, [storage.nbytes for storage in program.storages])
-    tried: set[int] = set()
-    if settings.max_inflight_bytes == settings.prefetch_bytes == "auto":
-        tried = {windows.inflight, *(bounded_window(one, movable, device_bytes) for one in WINDOWS)}
-    rests = settings.host_budget
-    states = 0 if asked.states is None else asked.states.nbytes
-    problem = Problem(
-        replace(program, other_bytes=tuple(one + states for one in program.other_bytes)),
-        seconds,
-        machine.out,
-        machine.back,
-        windows.inflight,
-        windows.prefetch,
-        machine.launch_seconds,
-        rests - rests // _ROUNDED if isinstance(rests, int) else None,
-    )
-    return PolicySearch(problem, sorted(tried))
+    def _candidates(self, mixture: Mixture) -> PolicySearch:
+        request, settings, machine = self._request, self._request.settings, self._request.machine
+        program = with_recompute(self._recording, mixture)
+        seconds = tuple(program.seconds(machine))
+        program = on_one_device(program, request.sharding, accumulates=request.accumulates)
+        device_bytes, movable = machine.memory_bytes or None, program.movable_bytes
+        windows = settings.windows(lambda: device_bytes, [storage.nbytes for storage in program.storages])
+        tried: set[int] = set()
+        if settings.max_inflight_bytes == settings.prefetch_bytes == "auto":
+            tried = {windows.inflight, *(bounded_window(one, movable, device_bytes) for one in WINDOWS)}
+        budget = settings.host_budget
+        states = 0 if request.states is None else request.states.nbytes
+        problem = Problem(
+            replace(program, other_bytes=tuple(one + states for one in program.other_bytes)),
+            seconds,
+            machine.out,
+            machine.back,
+            windows.inflight,
+            windows.prefetch,
+            machine.launch_seconds,
+            budget - budget // _ROUNDED if isinstance(budget, int) else None,
+        )
+        return PolicySearch(problem, sorted(tried))
 
 
 def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:
@@ -472,18 +459,18 @@ def _or(names: tuple[str, ...]) -> str:
     return " or ".join(f'"{name}"' for name in names)
 
 
-#: Of what the repeated modules save, the part that smaller ones in their place have to save, too.
+#: Kinds of modules that save at least this fraction of the most that any kind saves are candidates.
 _NEARLY_ALL = 0.9
-#: Parts of the names of operators that attend: a product of products, and what is between them.
+#: Parts of the names of attention operators, fused or not.
 _ATTENDS = ("attention", "softmax")
 
 
 def _blocks(program: Program) -> tuple[list[str], list[str]]:
-    """Returns the names of the modules that may be computed again, none inside of another one, in their order; and
-    right below each the one that saves most of those that attend to nothing, which takes less memory to compute again.
+    """Returns the names of the blocks, and of at most one inner module of each, in the order of the model.
 
-    Those are the ones that repeat and save most together, and beside them others with a number in their name, such as
-    the stages of a U-Net.
+    Blocks are disjoint modules with a number in their name (e.g. layers, or the stages of a U-Net), taken by kind, the
+    kind that saves most first. The inner module is the direct child that saves most among those without attention: its
+    recompute needs less memory than the block's.
     """
     saved: dict[str, int] = defaultdict(int)
     for storage in program.storages:
@@ -498,7 +485,7 @@ def _blocks(program: Program) -> tuple[list[str], list[str]]:
     chosen = set[str]()
     while together:
         most = _NEARLY_ALL * max(together.values())
-        # Of those that save nearly as much, the most modules; of one that is all of another, the outer one.
+        # Among kinds that save nearly as much: the one with most modules, then the outer one.
         kind = max((one for one in together if together[one] >= most), key=lambda one: (len(kinds[one]), -len(one)))
         around = {outer for name in chosen for outer in modules_around(name)}
         if not any(name in around or chosen.intersection(modules_around(name)) for name in kinds[kind]):

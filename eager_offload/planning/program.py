@@ -1,9 +1,8 @@
-"""A training step as numbers: what it computes, what it saves, and which bytes live meanwhile; no tensors.
+"""Records of a traced step without tensors: operators, saves, unpacks and live bytes (``Program``), and the step on a
+device behind a link with given windows (``Problem``).
 
-``Problem`` is a step, the device that it runs on, and how much may be on its way.
-
-Operators are counted from 0 through forward and backward. "At operator i" is while it runs, "from operator i on"
-includes it. Sizes are bytes.
+Operators are numbered from 0 through forward and backward. "At operator i" means while it runs; a range of operators
+includes its first and excludes its last. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -26,31 +25,29 @@ from eager_offload.tiers.memory import PAGE, round_up
 class Op(NamedTuple):
     name: str
     module: int
-    """The number of the module that it belongs to; of an operator of backward, the one whose gradient it computes."""
+    """Index of its module; for an operator of backward, of the module whose gradient it computes."""
     flops: int
     nbytes: int
     single: bool
-    """Whether the numbers that it multiplies have 32 bits or more."""
+    """Whether the operands of its products have 32 bits or more."""
     policies: int = 0
-    """How many operators a policy of selective checkpointing is asked of from the one before it on, itself included."""
+    """Calls of a selective checkpointing policy since the operator before it, including its own."""
 
 
 class ProgramSave(NamedTuple):
-    """One saved tensor, in the order of saving."""
-
     nbytes: int
     requires_grad: bool
     reason: KeepReason | None
-    """Why it stays, whatever is decided; ``None`` for one that may move."""
+    """Why it is always kept; ``None`` if it may move."""
     storage: int
-    """The number of its storage among those that may move; -1 where it is none of them."""
+    """Index of its storage among the movable ones; -1 if it cannot move."""
     storage_nbytes: int = 0
     op: int = 0
-    """The operator that comes next."""
+    """The next operator."""
     node: int = 0
-    """The number of the autograd node that saves it: what one operator saves has one."""
+    """Index of the autograd node that saves it; all saves of one operator share it."""
     is_alive: bool = False
-    """Whether the program holds its storage, whole, when backward asks for it, so that to move it frees nothing."""
+    """Whether the program still holds all of its storage at unpack, so that offloading it frees nothing."""
 
 
 class ProgramUnpack(NamedTuple):
@@ -59,57 +56,51 @@ class ProgramUnpack(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """A storage that may move: backward asks for it, and only autograd holds it by then."""
+    """A movable storage: backward unpacks it, and only autograd holds it by then."""
 
     nbytes: int
-    """That autograd holds."""
+    """Bytes that autograd holds."""
     moved_bytes: int
     module: int
     made: int
     freed: int
-    """From this operator on forward does not hold it any more."""
+    """The operator at which forward drops it."""
     saved: int
-    """The operator that came next when it was saved first."""
     unpacked_at: int
-    """The operator that came next when it was asked for first."""
     dropped: int
-    """From this operator on backward does not hold it any more."""
+    """The operator at which backward drops it."""
     is_forced: bool = False
-    """Whether it moves, whatever is decided: the user has said so."""
+    """Whether the user has marked it to always move."""
 
 
 class Weight(NamedTuple):
-    """A parameter of the model, which is there all the time, and the gradient that it has when the step is over."""
+    """A parameter, which lives for the whole step, and its gradient."""
 
     name: str
     nbytes: int
     gradient_bytes: int
-    """0 where it has none, as of a frozen one."""
+    """0 if it gets no gradient (e.g. it is frozen)."""
     gradient_made: int
 
 
 @dataclass(frozen=True)
 class Program:
-    """One forward and its backward."""
-
     modules: tuple[str, ...]
-    """Names of modules, by number; the model's own is empty."""
+    """Names of the modules; the model's own is empty."""
     ops: tuple[Op, ...]
     forward_ops: int
     saves: tuple[ProgramSave, ...]
     unpacks: tuple[ProgramUnpack, ...]
     storages: tuple[Storage, ...]
-    """By the first save."""
     other_bytes: tuple[int, ...]
-    """At each operator, all bytes but those of ``storages``: parameters, inputs, gradients, what is computed, and what
-    is saved and stays in any case."""
+    """Live bytes at each operator, without ``storages``: parameters, inputs, gradients, temporaries and kept saves."""
     repeatable: tuple[int, ...] = ()
-    """The modules that may be computed again in backward: each is called once, saves something, writes to nothing that
-    was there before, and the user has not said of what it saves whether that is to move."""
+    """Modules that may be recomputed in backward: each is called once, saves tensors, writes to no older tensor, and
+    has no save that the user has marked to move or to stay."""
     guessed: tuple[str, ...] = ()
-    """Functions that were called whose saves depend on the device: those of a CPU were written down."""
+    """Called functions whose saves depend on the device, and were recorded as on a CPU."""
     weights: tuple[Weight, ...] = ()
-    """Parameters of the model; they and their gradients are parts of ``other_bytes``."""
+    """The parameters; ``other_bytes`` includes them and their gradients."""
 
     def seconds(self, machine: Machine) -> list[float]:
         return [machine.seconds(op.flops, op.nbytes, single=op.single, policies=op.policies) for op in self.ops]
@@ -120,12 +111,12 @@ class Program:
 
 
 def kind_of(module: str) -> str:
-    """The name of a module with ``*`` for numbers in it: that of all modules in its place, one in each block."""
+    """Returns the name of a module with ``*`` for numbers, which it shares with its counterparts in other blocks."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module) or "(the model itself)"
 
 
 def modules_around(name: str) -> Iterator[str]:
-    """Yields ``name`` and those of the modules that it is in, the innermost first and the model's own, "", last."""
+    """Yields ``name`` and the names of its enclosing modules, up to the model's own, ""."""
     yield name
     while name:
         name = name.rpartition(".")[0]
@@ -133,7 +124,7 @@ def modules_around(name: str) -> Iterator[str]:
 
 
 def live_bytes(count: int, spans: Sequence[tuple[int, int, int]]) -> list[int]:
-    """Bytes that live at each of ``count`` operators, where each of ``spans`` is bytes, from where and until where."""
+    """Returns the live bytes at each of ``count`` operators; ``spans`` are (bytes, first operator, end)."""
     change = [0] * (count + 1)
     for nbytes, start, end in spans:
         if end > start:
@@ -142,12 +133,12 @@ def live_bytes(count: int, spans: Sequence[tuple[int, int, int]]) -> list[int]:
     return list(accumulate(change[:count]))
 
 
-#: For each storage that may move, whether it does.
+#: Whether each movable storage moves.
 Moves: TypeAlias = tuple[bool, ...]
 
 
 def floor_seconds(forward: float, backward: float, nbytes: float, out: float, back: float) -> float:
-    """Each half of a step takes as long as its compute or as its transfers, whichever is longer."""
+    """Returns a lower bound on step time for any transfer order: in each half, the longer of compute and transfers."""
     return max(forward, nbytes / out) + max(backward, nbytes / back)
 
 
@@ -160,27 +151,27 @@ class Problem:
     out: float
     back: float
     window: int
-    """Bytes on their way out: ``max_inflight_bytes``."""
+    """``max_inflight_bytes``."""
     ahead: int
-    """Bytes brought back early: ``prefetch_bytes``."""
+    """``prefetch_bytes``."""
     launch_seconds: float = 0.0
-    """What each call costs the host; 0 where the host is the device, and waits for each operator."""
+    """Host time per call; 0 if the host is the device, and waits for each operator."""
     room: int | None = None
-    """Bytes that may rest in the tier at one time; ``None``: any number."""
+    """Bytes that the tier may store at one time; ``None``: unlimited."""
     ordered: bool = False
-    """Whether the order of transfers and waits is that of a compiled graph."""
+    """Whether transfers and waits have the fixed order of a compiled graph."""
 
     @cached_property
     def begins(self) -> list[float]:
-        """When each operator begins where compute never waits, and at last when the step ends."""
+        """The start times of the operators without stalls, then the end of the step, in seconds."""
         return list(accumulate(self.op_seconds, initial=0.0))
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The step as the rule by pace sees it."""
+        """The step as ``budget.share`` takes it."""
         program, storages, begins = self.program, self.program.storages, self.begins
         final, unpacks = [begins[one.saved] for one in storages], self.by_unpack
-        if not self.ordered:  # a graph has what it computes at once; autograd, when a later node brings another one in
+        if not self.ordered:  # a graph's value is final at once, an eager value when a later node saves a storage
             saves = [save for save in program.saves if save.storage >= 0]
             brought = dict[int, ProgramSave]()
             for save in saves:
@@ -206,13 +197,12 @@ class Problem:
 
     @property
     def stored_bytes(self) -> list[int]:
-        """Bytes of the storages that may move, at each operator, where none of them does."""
+        """Live bytes of the movable storages at each operator, if none moves."""
         storages = self.program.storages
         return live_bytes(len(self.op_seconds), [(one.nbytes, one.made, one.dropped) for one in storages])
 
     @cached_property
     def unmoved_peak(self) -> int:
-        """Bytes that live at one time at most where nothing moves."""
         return max(map(add, self.program.other_bytes, self.stored_bytes), default=0)
 
     @property
@@ -221,7 +211,6 @@ class Problem:
 
     @property
     def forward_seconds(self) -> float:
-        """Of its forward."""
         return self.begins[self.program.forward_ops]
 
     @cached_property
@@ -230,8 +219,7 @@ class Problem:
         return sorted(range(len(storages)), key=lambda number: storages[number].unpacked_at)
 
     def within_room(self, moves: Moves) -> Moves:
-        """Returns ``moves`` with those that move in any case, without the newest others that the tier has no room
-        for."""
+        """Returns ``moves`` plus the forced storages, without the last others that exceed the room of the tier."""
         found = [moves[number] or one.is_forced for number, one in enumerate(self.program.storages)]
         over = 0 if self.room is None else self.tier_bytes(tuple(found)) - self.room
         for number in reversed(range(len(found))):
@@ -241,7 +229,7 @@ class Problem:
         return tuple(found)
 
     def tier_bytes(self, moves: Moves) -> int:
-        """Bytes that rest in the tier where those move, in whole pages: between forward and backward all of them."""
+        """Returns the most bytes that the tier stores for ``moves``, in whole pages: all, between the two passes."""
         return sum(nbytes for number, nbytes in enumerate(self._pages) if moves[number])
 
     @cached_property

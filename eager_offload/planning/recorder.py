@@ -1,4 +1,4 @@
-"""Writes a step down while it is traced: operators, storages, and what autograd saves and asks for."""
+"""Records a traced step: operators, storages, saves and unpacks."""
 
 from __future__ import annotations
 
@@ -43,62 +43,59 @@ from eager_offload.torch_private.memory import (
     weak_storage,
 )
 
-#: Bytes of a tensor whose numbers are known; a larger one is fake.
+#: Most bytes of a tensor with known values; larger tensors are fake.
 MOST_KNOWN = 64 << 20
-#: Bytes of a constant from outside whose numbers are known, whatever its type, and of copies of it.
+#: Most bytes of a constant from outside of the model with known values of any dtype, and of copies of it.
 MOST_READ = 64 << 10
 
 
 class _Handle(NamedTuple):
-    """Of a saved tensor; ``get`` holds no tensor that may move."""
+    """The handle of a saved tensor; ``get`` holds no movable tensor."""
 
     save: int
     get: Callable[[], Tensor]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
-    """Writes down operators, storages, saves and asks; known random numbers are those of ``generator``."""
+    """Records operators, storages, saves and unpacks; known random numbers are drawn from ``generator``."""
 
     def __init__(self, min_bytes: int, *, generator: torch.Generator, blocks: Blocks, is_limited: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
         self.min_bytes, self.blocks = min_bytes, blocks
-        #: Whether what is saved outside of the modules of ``only`` stays.
+        #: Whether tensors saved outside of the modules of ``only`` are kept.
         self._is_limited = is_limited
-        #: By device, which no other thread draws from.
         self._generators = {generator.device: generator}
-        #: Names of functions whose saves depend on the device.
         self._guessed: dict[str, None] = {}
         self._ops: list[Op] = []
-        #: Those of forward, with views and the like.
+        #: The operators of forward, views included.
         self._dispatches: list[Dispatch] = []
         self._forward_ops = 0
         self._saves: list[tuple[ProgramSave, Block | None, Use | None]] = []
         self._unpacks: list[ProgramUnpack] = []
         self._modules = [""]
         self._inside = [0]
-        #: Those that a function of backward is calling, as a reentrant checkpoint does.
+        #: Modules that a backward function is calling (e.g. in a reentrant checkpoint).
         self._again: list[int] = []
         self._calls = Calls(self.blocks)
-        #: The modules whose operators made the autograd nodes with these numbers.
+        #: The module of each autograd node, by sequence number.
         self._of_nodes: dict[int, int] = {}
-        #: Those that have saved something, by autograd's number, in order.
+        #: The index of each node that has saved a tensor, by sequence number.
         self._nodes: dict[int, int] = {}
         self._is_backward = False
         self._weights: list[Weight] = []
-        #: Operators that other operators are made of, and those of the recorder itself, are not counted.
+        #: Above 0 inside of an operator or the recorder itself, whose operators are not counted.
         self._depth = 0
-        #: Known numbers that something unknown was written over; another storage may have the key of one that has died.
+        #: Storages whose known values a fake tensor has overwritten, by key; weak, because keys are reused.
         self._stale: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
         self._held: list[Tensor] = []
 
-    # -- what there is before -----------------------------------------------------------------------------------------
-
-    def has(self, tensor: Tensor) -> None:
+    def add_given(self, tensor: Tensor) -> None:
+        """Adds a stand-in, which lives for the whole step."""
         self._held.append(tensor)
         self.blocks.add(tensor, 0, 0)
 
-    def _meet(self, tensors: Iterable[Tensor], written: Collection[int] = ()) -> None:
-        """Refuses those from outside of which a step makes a gradient, or writes to them, by their identities."""
+    def _refuse_changes(self, tensors: Iterable[Tensor], written: Collection[int] = ()) -> None:
+        """Raises for a tensor from outside that gets a gradient, or is written to (its ``id`` is in ``written``)."""
         for one in tensors:
             if is_fake(type(one)) or not (one.requires_grad or id(one) in written) or not self.blocks.lacks(one):
                 continue
@@ -111,7 +108,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Names the modules of ``model`` as they are called; afterwards notes its parameters and their gradients."""
         with ExitStack() as hooks:
             for number, (name, module) in enumerate(model.named_modules()):  # the first one is the model
                 if number:
@@ -123,7 +119,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         known = set[Block]()
         for name, parameter in model.named_parameters():
             block = self.blocks.of(_local(parameter))
-            if block is None or block in known:  # it has no bytes, or shares those of another one
+            if block is None or block in known:  # without bytes, or shared with another parameter
                 continue
             made = None if parameter.grad is None else self.blocks.of(_local(parameter.grad))
             known.add(block)
@@ -154,17 +150,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     def begin_backward(self, loss: Tensor) -> None:
         with self.unseen():
-            self._meet(map(_local, _leaves_of(loss)))
+            self._refuse_changes(map(_local, _leaves_of(loss)))
         self._is_backward, self._forward_ops = True, len(self._ops)
 
     def _module(self) -> int:
-        """The number of the module that runs, or whose gradient is computed."""
         if not self._is_backward:
             number = self._inside[-1]
-            self._of_nodes.setdefault(autograd_sequence() - 1, number)  # operators without a node come behind it
+            self._of_nodes.setdefault(autograd_sequence() - 1, number)  # not overwritten by operators without a node
             return number
         node = current_autograd_node()
-        if self._again and isinstance(node, torch.autograd.function.BackwardCFunction):  # of a custom function
+        if self._again and isinstance(node, torch.autograd.function.BackwardCFunction):
             self._of_nodes.setdefault(autograd_sequence() - 1, self._again[-1])
             return self._again[-1]
         self._again.clear()
@@ -184,8 +179,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             "Offload(device_budget=...): it measures the first steps, and moves the least that keeps to the budget"
         )
 
-    # -- operators ----------------------------------------------------------------------------------------------------
-
     def __torch_dispatch__(
         self,
         func: OpOverload[..., Any],
@@ -194,17 +187,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if any(map(is_distributed, tensors_in((args, kwargs)))):
-            return NotImplemented  # it calls operators of the tensors inside, which come here in its place
+            return NotImplemented  # a DTensor calls operators of its local tensors, which are recorded instead
         named = dict(kwargs or {})
         if self._depth:
             return func(*args, **named)
         self.blocks.note_deaths(len(self._ops))
         with self.unseen():
             written = [*written_by(OperatorCall(func, args, named, None))]
-            self._meet(tensors_in((args, named)), [*map(id, written)])
+            self._refuse_changes(tensors_in((args, named)), [*map(id, written)])
             result = self._run(func, args, named)
             if any(isinstance(one, torch.Generator) for one in (*args, *named.values())):
-                self._calls.changed()  # whose state a checkpoint does not put back
+                self._calls.changed()  # a checkpoint does not restore its state
             call, op, module = OperatorCall(func, args, named, result), len(self._ops), self._module()
             for one in written:
                 self._calls.write(op, one)
@@ -222,7 +215,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Operators inside are not counted, and tensors are what they are."""
+        """Suspends the recording, and ``__torch_function__``."""
         self._depth += 1
         try:
             with without_torch_function():
@@ -232,7 +225,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     @contextmanager
     def calling(self, function: Callable[..., Any]) -> Iterator[None]:
-        """Notes what saves other tensors on another device, if it saves any."""
+        """Records ``function`` as guessed if it saves tensors, and saves others on another device."""
         saves = len(self._saves)
         yield
         if len(self._saves) > saves and (name := guessed_name(function)) is not None:
@@ -246,7 +239,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             block.is_guess = True
             return (*func(*args, **named)[:-1], workspace)
         if schema_of(func).name == "_c10d_functional::wait_tensor":
-            return args[0]  # torch's rule for tensors without bytes makes another one
+            return args[0]  # torch's meta kernel would return a new tensor
         tensors = tensors_in((args, named))
         known = all(self._has_numbers(one) for one in tensors)
         try:
@@ -255,7 +248,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             if known and tensors:
                 return _computed(func, args, named)
             if (said := _lacking_numbers(func, error)) is None:
-                raise  # the model's own, as it would be with numbers
+                raise  # the model's own error
             raise self.error(said) from error
         made = tensors_in(result)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
@@ -266,7 +259,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             func, named = _drawing_from(self._generators[device], func, named)
             known = "generator" in named
         is_copy = schema_of(func).name == "aten::_to_copy" and all(one.nbytes <= MOST_READ for one in made)
-        for one in made:  # numbers that steer are computed, and no activations
+        for one in made:  # compute integers and booleans, which may control the model, and no activations
             is_number = one.dtype.is_floating_point or one.dtype.is_complex or one.nbytes > MOST_KNOWN
             known &= one.numel() <= 1 or not (is_random or (is_number and not is_copy))
         if known:
@@ -283,15 +276,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         stale = None if storage is None else self._stale.get(storage_key(storage))
         return stale is None or stale() is None
 
-    # -- autograd -----------------------------------------------------------------------------------------------------
-
     def pack(self, tensor: Tensor) -> _Handle:
-        """A handle of what autograd saves; called while the operator that saves it is recorded."""
         with self.unseen():
             return self._pack(tensor)
 
     def _pack(self, saved_tensor: Tensor) -> _Handle:
-        tensor = _local(saved_tensor)  # which is what moves of a `DTensor`
+        tensor = _local(saved_tensor)  # a DTensor's local part is the part that moves
         op = len(self._ops)
         self.blocks.note_deaths(op)
         storage = storage_of(tensor)
@@ -305,10 +295,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if mark is not None or in_region:
             self._calls.decided(len(self._saves))
         if mark is not None and (marked := self.blocks.of(tensor)) is not None:
-            marked.mark = mark  # of what was saved of it before too: no copy of that has started
+            marked.mark = mark  # also for earlier saves, since no copy of those has started
         block = None
         if (of := self.blocks.of(tensor)) is not None and of.is_guess:
-            reason = KeepReason.LAYOUT  # each step knows its size
+            reason = KeepReason.LAYOUT  # its size is only known in a real step
         if reason is None or reason is KeepReason.SMALL:
             is_outside = self.blocks.lacks(tensor)
             block = self.blocks.add(tensor, op, self._inside[-1])
@@ -349,11 +339,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     def _like(self, saved: SavedBlock, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
         with self.unseen():
-            whole = self.blocks.ask(saved, dtype, len(self._ops))
+            whole = self.blocks.unpack(saved, dtype, len(self._ops))
             with _as_it_is(whole):
                 return whole.as_strided(*place)
-
-    # -- what came of it ----------------------------------------------------------------------------------------------
 
     def recording(self) -> Recording:
         self.blocks.note_deaths(len(self._ops))
@@ -361,10 +349,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         saves = [save for save, _, _ in self._saves]
         for at, (save, block, use) in enumerate(self._saves):
             number = -1 if block is None else numbers.get(block, -1)
-            # Dropped before another graph saved it.
+            # Its graph was dropped before another one saved the block.
             is_dropped = number >= 0 and use is not None and not use.is_unpacked
             if save.reason is None and block is not None and not is_dropped:
-                is_alive = number < 0 and block.asked is not None and None in block.moved
+                is_alive = number < 0 and block.unpacked_at is not None and None in block.moved
                 saves[at] = save._replace(storage=number, is_alive=is_alive)
         ops, unpacks = tuple(self._ops), tuple(self._unpacks)
         noted = tuple(self._calls.repeatable()), tuple(sorted(self._guessed)), tuple(self._weights)
@@ -382,7 +370,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Returns the part that this rank has of a ``DTensor``; any other tensor as it is."""
     return next(plain_tensors(tensor)) if is_distributed(tensor) else tensor
 
 
@@ -399,7 +386,7 @@ def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
 
 
 def _as_it_is(tensor: Tensor) -> AbstractContextManager[object]:
-    """Where what is made of a tensor with known numbers has them too."""
+    """Returns a context in which results of a tensor with known values have known values."""
     return nullcontext() if is_fake(type(tensor)) else without_dispatch_modes()
 
 
@@ -410,19 +397,19 @@ def _computed(func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str
 
 def _result_of(func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     if schema_of(func).name == "aten::_grouped_mm" and args[0].dtype is not torch.bfloat16:
-        # torch's rule for tensors without bytes takes bfloat16 alone, its kernels others too.
+        # torch's meta kernel only takes bfloat16, its kernels also other types.
         left, right = (one.to(torch.bfloat16) for one in args[:2])
         return func(left, right, *args[2:], **named).to(args[0].dtype)
     result = func(*args, **named)
     if schema_of(func).name == "aten::mkldnn_rnn_layer_backward" and result[3] is not None and result[3] is result[4]:
-        # The gradients of two biases are two tensors, as of the kernel so of torch's cache of rules; of the rule one.
+        # The kernel returns separate gradients for the two biases, torch's meta kernel the same tensor twice.
         result = (*result[:4], torch.empty_like(result[3]), *result[5:])
     return result
 
 
 def _workspace_bytes(func: OpOverload[..., Any], args: tuple[Any, ...]) -> int:
-    """About as many as oneDNN takes to compute the gradients of a recurrent layer, which torch's rule for tensors
-    without bytes leaves out: those of a shorter sequence, which is computed."""
+    """Returns the approximate size of oneDNN's workspace for a recurrent layer, which torch's meta kernel leaves out:
+    measured on a short sequence, and scaled."""
     length = int(args[0].shape[0])
     short = min(length, _SHORT)
     with without_dispatch_modes():
@@ -443,9 +430,9 @@ def _drawing_from(
     return func, named
 
 
-#: Steps of a recurrent layer that are computed to find out what a kernel takes for each.
+#: Length of the sequence that is computed to measure a recurrent layer's workspace.
 _SHORT = 16
-#: What torch raises where an operator's result depends on numbers, and what that is.
+#: torch's errors for an operator that depends on tensor values, and texts for them.
 _QUESTIONS = {
     "DataDependentOutputException": "asks for the value of a tensor",
     "DynamicOutputShapeException": "makes a tensor whose size depends on the numbers in another",
@@ -461,7 +448,7 @@ def _lacking_numbers(func: OpOverload[..., Any], error: Exception) -> str | None
 
 
 def is_of_fakes(error: Exception) -> bool:
-    """Whether torch refuses something because a tensor has no bytes."""
+    """Returns whether torch has raised ``error`` because a tensor is fake."""
     text = str(error)
     return type(error).__module__ == FakeTensorMode.__module__ or any(
         part in text for part in ("FakeTensor", "fake tensor", "tensor subclass", "data pointer", "meta tensor")

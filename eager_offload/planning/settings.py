@@ -1,4 +1,4 @@
-"""A plan as far as an ``Offload`` takes it: what it was made for, and the settings that follow from it."""
+"""The settings that an ``Offload`` takes from a plan, and their conflicts with the user's settings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from eager_offload.errors import ConfigError
 from eager_offload.planning.machine import Machine
 from eager_offload.stats import PlanPredictions
 
-#: The fields that a plan has worked out where they are left to ``"auto"``, and all that it has been made for.
+#: The fields that a plan sets if they are ``"auto"``, and all fields that it depends on.
 _WINDOWS = ("max_inflight_bytes", "prefetch_bytes")
 _PLANNED = ("min_bytes", *_WINDOWS, "keep_last_bytes", "skip", "only")
 
 
 class PlanSettings(PlanPredictions):
-    """A plan as settings of an ``Offload``, which go with its predictions; sizes in bytes, times in seconds."""
+    """The settings and predictions that an ``Offload`` takes from a plan; sizes in bytes, times in seconds."""
 
     config: OffloadConfig
     device_budget: int
@@ -28,7 +28,6 @@ class PlanSettings(PlanPredictions):
 
     @property
     def is_small(self) -> bool:
-        """Whether beside parameters the step saves nothing that is as large as ``min_bytes``."""
         raise NotImplementedError
 
     @property
@@ -39,15 +38,15 @@ class PlanSettings(PlanPredictions):
 def settings_of(
     plan: PlanSettings, config: OffloadConfig | Mapping[str, Any] | None, fields: OffloadFields
 ) -> OffloadConfig:
-    """The settings of ``plan``, with those that a user gives beside it.
+    """Returns the settings of ``plan``, overridden by the user's ``config`` and ``fields``.
 
     Raises:
-        ConfigError: one of them contradicts the plan.
+        ConfigError: a setting of the user's contradicts the plan.
     """
     planned = {name: getattr(plan.config, name) for name in _PLANNED}
-    if not isinstance(config, OffloadConfig):  # beside which no variable is asked
+    if not isinstance(config, OffloadConfig):  # an OffloadConfig overrides the environment
         known = {**planned, "device_budget": plan.device_budget, "policy": plan.policy}
-        variables = OffloadConfig.from_env()  # of which a plan has heeded the others
+        variables = OffloadConfig.from_env()
         for name, given in variables.changed().items():
             if name in known and given not in ("auto", known[name]):
                 raise ConfigError(
@@ -59,12 +58,10 @@ def settings_of(
     elif isinstance(config, Mapping):
         config = OffloadConfig.from_dict(config, plan.config)
     found = OffloadConfig.from_given(config, fields)
-    # A plan has worked out what the windows come to.
     auto = {name: planned[name] for name in _WINDOWS if getattr(found, name) == "auto"}
     found = OffloadConfig.from_dict(auto, found) if auto else found
     for name, value in planned.items():
         if getattr(found, name) != value:
-            # A plan says itself what stays.
             other = "" if name == "keep_last_bytes" else f", or plan with config={{{name!r}: ...}}"
             raise ConfigError(
                 f"{name}={found.shown(name)!r} does not go with plan=..., which was made for "
@@ -78,20 +75,20 @@ def settings_of(
 
 
 def fraction_of(plan: PlanSettings) -> float | None:
-    """Returns the part of each step's movable bytes that moves by ``plan``; ``None`` where a setting says it.
+    """Returns the fraction of the movable bytes that ``plan`` offloads; ``None`` if a setting decides.
 
-    On a CPU a budget would be of all that the process takes, of which a plan knows the step alone: so there it is the
-    plan's part that moves.
+    On a CPU a budget would bound the memory of the whole process, and a plan knows only the step's. So its fraction is
+    used there.
     """
     is_cpu = torch.accelerator.current_accelerator(check_available=True) is None
     return plan.fraction if is_cpu and plan.policy == "least" else None
 
 
 def _what_stays(plan: PlanSettings) -> dict[str, Any]:
-    """Returns the fields that say what stays of a step, as ``plan`` has worked it out.
+    """Returns the fields that decide which bytes of a step are kept.
 
-    Where a part of each step moves, ``keep_last_bytes`` are for steps that are not known: none of them stays, or all of
-    them where nothing has to move.
+    With a fraction, ``keep_last_bytes`` applies to steps without a table: none of their bytes are kept, or all if the
+    plan moves nothing.
     """
     if plan.policy == "max":
         return {}

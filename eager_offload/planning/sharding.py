@@ -1,25 +1,20 @@
-"""A step of which FSDP2 gives this device a shard, and tensor parallelism a part: what lives of parameters and
-gradients, and when.
+"""Live bytes of parameters and gradients on one device under FSDP2 and tensor parallelism, and one plan for all ranks.
 
-Several ranks have one plan: rank 0 decides, within the limits of all.
+[Note: FSDP2 memory]
+The step is traced with whole parameters on one device. In ``other_bytes``, whole parameters and gradients are then
+replaced with the memory that FSDP2 holds:
 
-[Note: gathered at their time]
-The step is traced with whole parameters on one device. What that has of parameters and gradients from their beginning
-to the end is then taken out of ``other_bytes``, and what FSDP2 holds is put in their place:
+1. the shards of parameters for the whole step, and the shards of a unit's gradients from its reduction on (for the
+   whole step with accumulation);
+2. a unit's whole parameters while it runs, in forward and in backward. The root's, and those of units that do not
+   reshard after forward, stay from forward to the end of backward;
+3. the all-gather buffer: in forward until the next unit has its parameters, so that copies overlap; in backward from
+   the start of the unit before it, because one unit is prefetched;
+4. whole gradients until the unit's backward ends, then the buffer of their reduction until the next unit's backward
+   ends.
 
-1. all the time the shards of parameters, and from a unit's reduction on (with accumulation: all the time) the shards of
-   its gradients;
-2. the whole parameters of a unit while it runs, in forward and in backward. Those of the root, and of units that say
-   so, stay from forward until backward is over;
-3. their copy as it was gathered: in forward until the next unit has its parameters, which lets transfers overlap; in
-   backward from the beginning of the unit before on, since one is prefetched;
-4. whole gradients from where they are made until the unit's backward is over, and from there on the copy that is
-   reduced, until the next unit's backward is over.
-
-With tensor parallelism the step that is traced is that of one device already, with its part of each matrix: that is
-then the whole parameter of which FSDP2 makes shards.
-
-The ranks' collectives take no time in the plan. Shards are padded to the rows of the first rank, as FSDP2 pads them.
+Under tensor parallelism the model already has one device's part of each matrix, and FSDP2 shards that part. Collectives
+take no time in a plan. Shards have the (padded) rows of the first rank.
 """
 
 from __future__ import annotations
@@ -43,7 +38,7 @@ from eager_offload.planning.states import States
 from eager_offload.torch_private.fsdp import ShardedGroup, is_distributed, sharded_groups
 from eager_offload.version import digest
 
-#: Bytes, from which operator and until which.
+#: Bytes, first operator, end.
 _Span = tuple[int, int, int]
 
 
@@ -51,18 +46,16 @@ class Unit(NamedTuple):
     """Parameters that are gathered together."""
 
     modules: tuple[str, ...]
-    """Names of the modules that it runs in; the root's is empty."""
+    """Names of its modules; the root's is empty."""
     frees: bool
 
 
 class Piece(NamedTuple):
-    """A parameter on one device."""
-
     unit: int
     nbytes: int
-    """Of its shard; that of its gradient has as many."""
+    """Size of its shard, and of its gradient's shard."""
     reduced_bytes: int
-    """Of its whole gradient while it is reduced."""
+    """Size of its whole gradient during the reduction."""
 
 
 class Sharding(NamedTuple):
@@ -71,11 +64,10 @@ class Sharding(NamedTuple):
     shards: int
     units: tuple[Unit, ...]
     pieces: Mapping[str, Piece]
-    """By the names of the parameters that are sharded."""
     parts: int
-    """Among how many devices tensor parallelism divides matrices."""
+    """Devices among which tensor parallelism divides a matrix."""
     devices: int
-    """Of all replicas."""
+    """Devices in all, replicas included."""
 
 
 class Mesh(NamedTuple):
@@ -84,12 +76,11 @@ class Mesh(NamedTuple):
     fsdp: int | None = None
     """``None``: FSDP2 does not shard the model."""
     tp: int | None = None
-    """``None``: as the model is divided."""
+    """``None``: the size by which the model is divided."""
     replicate: int = 1
 
 
 def mesh_of(given: object) -> Mesh | None:
-    """Returns the mesh that a user gives as sizes, or as sizes by name."""
     if given is None:
         return None
     named: dict[Any, Any] = {}
@@ -107,8 +98,7 @@ def mesh_of(given: object) -> Mesh | None:
 
 
 def shape_on(tensor: Tensor, mesh: Mesh | None) -> torch.Size:
-    """Returns the shape that a parameter has on one device: its part, or the shard of rows that ``mesh`` leaves of
-    it."""
+    """Returns the shape of a parameter on one device: its tensor-parallel part, sharded by rows over ``mesh``."""
     shape = cast(Any, tensor.detach()).to_local().shape if is_distributed(tensor) else tensor.shape
     if mesh is None or mesh.fsdp is None or not shape:
         return cast(torch.Size, shape)
@@ -116,12 +106,14 @@ def shape_on(tensor: Tensor, mesh: Mesh | None) -> torch.Size:
 
 
 def sharding_of(model: nn.Module, mesh: Mesh | None, given: object) -> Sharding | None:
-    """Returns how ``model`` is divided, or will be over ``mesh``, of which a user has ``given`` sizes; ``None``: not at
-    all.
+    """Returns the sharding that ``model`` has, or will have over ``mesh``; ``None`` if it is not divided.
+
+    Args:
+        given: the user's argument for ``mesh``, for errors.
 
     Raises:
-        ConfigError: it is divided already in another way than ``mesh`` says.
-        PlanError: its shards are gathered now.
+        ConfigError: the model is already divided, and differs from ``mesh``.
+        PlanError: its shards are currently gathered.
     """
     parameters, groups = dict(model.named_parameters()), sharded_groups(model)
     own = {id(one) for one in parameters.values()}
@@ -156,8 +148,8 @@ def sharding_of(model: nn.Module, mesh: Mesh | None, given: object) -> Sharding 
 
 
 def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yields the names of the outermost modules that are one of several of a class in a list or a mapping of modules,
-    or in a sequence of that class alone."""
+    """Yields the names of the outermost modules that repeat: several of one class in a ``ModuleList`` or
+    ``ModuleDict``, or in a ``Sequential`` of one class."""
     kinds = Counter(map(type, module.children()))
     is_sequence = isinstance(module, nn.Sequential) and len(kinds) == 1
     repeats = is_sequence or isinstance(module, nn.ModuleList | nn.ModuleDict)
@@ -180,7 +172,7 @@ def _of_groups(
     }
     pieces, shards, devices = {}, 1, parts
     for name, one in parameters.items():
-        if id(one) not in gathered:  # it was left out, and each device has all of it, or its part
+        if id(one) not in gathered:  # excluded from FSDP2: each device has all of it, or its tensor-parallel part
             continue
         unit, size = gathered[id(one)]
         mesh, policy = cast(Any, one).device_mesh, groups[unit].policy
@@ -193,16 +185,13 @@ def _of_groups(
     return Sharding(shards, tuple(units), pieces, parts, devices)
 
 
-# -- the step on one device -------------------------------------------------------------------------------------------
-
-
 def on_one_device(program: Program, sharding: Sharding | None, *, accumulates: bool) -> Program:
-    """Returns ``program`` with what lives of parameters and gradients on one device.
+    """Returns ``program`` with the parameters and gradients of one device: see [Note: FSDP2 memory].
 
     Args:
-        program: of a step with whole parameters.
-        sharding: ``None``: it has whole ones.
-        accumulates: whether gradients are there already when the step begins.
+        program: the step with whole parameters.
+        sharding: ``None`` if they stay whole.
+        accumulates: whether gradients exist when the step begins.
     """
     ops = len(program.ops)
     if sharding is not None:
@@ -222,7 +211,7 @@ class _Run(NamedTuple):
 
 
 def _spans(program: Program, sharding: Sharding, *, accumulates: bool) -> Iterator[_Span]:
-    """Yields what there is more, and with negative bytes what there is less, than in the step of ``program``."""
+    """Yields the corrections to the live bytes of ``program``, which may be negative."""
     ops, turn = len(program.ops), program.forward_ops
     forward, backward = _runs(program, sharding, 0, turn), _runs(program, sharding, turn, ops)
     of_root = [(0, ops), (0, forward[0].begin + 1 if forward else turn)]
@@ -231,7 +220,7 @@ def _spans(program: Program, sharding: Sharding, *, accumulates: bool) -> Iterat
         for number, unit in enumerate(sharding.units)
     ]
     ended = sorted(backward, key=attrgetter("end"))
-    # From where on the gradients of each unit are reduced, and until where.
+    # By unit, the start and the end of the reduction of its gradients.
     reduced = {run.unit: (run.end, ops if after is None else after.end) for run, after in zip_longest(ended, ended[1:])}
     for weight in program.weights:
         piece = sharding.pieces.get(weight.name)
@@ -250,8 +239,7 @@ def _spans(program: Program, sharding: Sharding, *, accumulates: bool) -> Iterat
 
 
 def _runs(program: Program, sharding: Sharding, begin: int, end: int) -> list[_Run]:
-    """Returns the runs of all units but the root in the order in which they begin; operators of no unit do not
-    interrupt one."""
+    """Returns the runs of all units except the root, by start; operators outside of all units do not end a run."""
     units = {name: number for number, unit in enumerate(sharding.units) for name in unit.modules if name}
     around = [
         {number for name in modules_around(module) if (number := units.get(name)) is not None}
@@ -272,7 +260,7 @@ def _runs(program: Program, sharding: Sharding, begin: int, end: int) -> list[_R
 def _gathered(
     number: int, unit: Unit, forward: Sequence[_Run], backward: Sequence[_Run], turn: int
 ) -> list[tuple[int, int]]:
-    """Returns from where until where the parameters of a unit but the root are gathered, and a copy of them."""
+    """Returns the spans of the whole parameters and of the all-gather buffer of a unit other than the root."""
     nexts = [*(run.begin + 1 for run in forward), turn]
     forwards = [(run, nexts[at + 1]) for at, run in enumerate(forward) if run.unit == number]
     backwards = [
@@ -285,20 +273,20 @@ def _gathered(
     return [(first.begin, last), (first.begin, copied)]
 
 
-class Asked(NamedTuple):
-    """What a user asks for on one rank; bytes."""
+class PlanRequest(NamedTuple):
+    """The checked arguments of ``plan`` on one rank; sizes in bytes."""
 
     settings: OffloadConfig
     machine: Machine
     budget: int
     states: States | None
     model: str
-    """What is planned, where there are several ranks: see ``model_text``."""
+    """The ``model_text`` of the model, if there are several ranks."""
     sharding: Sharding | None = None
     accumulates: bool = False
 
-    def within(self, each: Sequence[Asked]) -> Asked:
-        """The same, but what keeps to the limits of all."""
+    def within(self, each: Sequence[PlanRequest]) -> PlanRequest:
+        """Returns the request with the lowest budgets and the largest optimizer states of ``each``."""
         hosts = [one.settings.host_budget for one in each if isinstance(one.settings.host_budget, int)]
         settings = replace(self.settings, host_budget=min(hosts)) if hosts else self.settings
         states = [one.states for one in each if one.states is not None]
@@ -313,19 +301,19 @@ def are_several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def agreed(ask: Callable[[], Asked], make: Callable[[Asked], _P]) -> _P:
-    """What ``make`` returns for what ``ask`` returns; on several ranks what it returns on rank 0, in the limits of all.
+def agreed(make_request: Callable[[], PlanRequest], make: Callable[[PlanRequest], _P]) -> _P:
+    """Returns ``make(make_request())``; with several ranks, the result of rank 0 within the limits of all ranks.
 
-    Modules that only one rank computes again would gather their parameters alone under FSDP2, and wait forever. All
-    ranks get an error that one of them meets, so that none waits for it.
+    All ranks need the same plan: under FSDP2 a module that only one rank recomputes would wait forever in its
+    all-gather. An error on one rank is raised on all, so that none waits for it.
     """
     if not are_several():
-        return make(ask())
-    asked, own, said = _try(ask)
-    answers: list[tuple[Asked | None, OffloadError | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(answers, (asked, said))
+        return make(make_request())
+    request, own, said = _try(make_request)
+    answers: list[tuple[PlanRequest | None, OffloadError | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(answers, (request, said))
     _raise_any(own, *(error for _, error in answers))
-    assert asked is not None
+    assert request is not None
     each = [one for one, _ in answers if one is not None]
     others = {one.model: rank for rank, one in reversed([*enumerate(each)]) if one.model != each[0].model}
     if others:
@@ -334,7 +322,7 @@ def agreed(ask: Callable[[], Asked], make: Callable[[Asked], _P]) -> _P:
             f"ranks plan different models: on rank 0 {each[0].model}, {named}. All get the plan that rank 0 makes, so "
             "give the same model on each; stages of a pipeline cannot be planned"
         )
-    made, own, said = _try(lambda: make(asked.within(each))) if dist.get_rank() == 0 else (None, None, None)
+    made, own, said = _try(lambda: make(request.within(each))) if dist.get_rank() == 0 else (None, None, None)
     answer = [(made, said)]
     dist.broadcast_object_list(answer, src=0)
     _raise_any(own, answer[0][1])
@@ -344,7 +332,7 @@ def agreed(ask: Callable[[], Asked], make: Callable[[Asked], _P]) -> _P:
 
 
 def model_text(model: nn.Module) -> str:
-    """The class of a model, the bytes of its parameters, and a digest of its modules, parameters and buffers."""
+    """Returns the class of a model, the bytes of its parameters, and a digest of its structure."""
     parts = [f"{name} {type(module).__qualname__} {module.training}" for name, module in model.named_modules()]
     for name, one in (*model.named_parameters(), *model.named_buffers()):
         parts.append(f"{name} {tuple(one.shape)} {one.dtype} {one.requires_grad}")
@@ -353,7 +341,7 @@ def model_text(model: nn.Module) -> str:
 
 
 def _try(work: Callable[[], _P]) -> tuple[_P | None, Exception | None, OffloadError | None]:
-    """Returns what it does, or its error and what the other ranks raise, which wait for an answer."""
+    """Returns the result of ``work``, its error, and the error for the other ranks, which wait for an answer."""
     try:
         return work(), None, None
     except Exception as error:

@@ -1,24 +1,22 @@
-"""One step replayed on numbers: the library's own schedule against a clock of the host, one of compute, and two links.
+"""Simulates one step: the library's scheduler, driven by clocks of the host, of compute and of both link directions.
 
-``ResidentQueue`` says when a copy is due and ``PrefetchOrder`` what comes back next, as in training. What is here adds
-time and bytes:
+``ResidentQueue`` tells which copy is due and ``PrefetchOrder`` which storage to reload, as in training. The simulator
+adds time and bytes:
 
-    host       enqueues operators and copies, ``launch_seconds`` a call; it waits where the window is full, and where
-               it is ``_QUEUED`` operators ahead of compute
-    compute    runs operators in order; it waits where a tensor that it needs has not arrived
-    out, back  carry one copy at a time, in the order in which they were enqueued; a copy out that is held back
-               (``engine/transfers.py``) is cancelled when backward asks for its bytes
+    host       enqueues operators and copies, ``launch_seconds`` per call; waits if the window is full, or if it is
+               ``_QUEUED`` operators ahead of compute
+    compute    runs operators in order; waits until a tensor that it needs is reloaded
+    out, back  carry one copy at a time, in the order of enqueueing; a copy out that has not been given to the transfer
+               stream (``engine/transfers.py``) is cancelled when backward unpacks its storage
 
-Memory counts as in a caching allocator: when the host enqueues. A source goes when the host knows that its copy is
-over, which it asks at each save and each unpack. Without ``launch_seconds`` the host waits for every operator.
+Memory is counted when the host enqueues, as in a caching allocator. A source is freed once the host notices that its
+copy has finished; the host looks at each save and unpack. With ``launch_seconds`` 0 the host waits for every operator.
 
-In a compiled graph every transfer and wait has its place before it runs (``Problem.ordered``). The host is no part of
-it: compute waits where the window is full, and where forward ends for all that is on its way, and then sources go. So
-its peak depends on no time.
+In a compiled graph (``Problem.ordered``) transfers and waits have fixed places. Compute, instead of the host, waits if
+the window is full, and for all copies at the end of forward; sources are freed at these waits. The peak is therefore
+independent of timing.
 
-What moves is a part of the bytes, by the rule by pace (``budget.share``), which is bisected, with the windows that
-serve best. The windows matter more than which storages make the part up: a link is busy for as long as a window holds
-work for it, and a window takes memory.
+``PolicySearch`` bisects the fraction of bytes to offload for several windows; ``budget.share`` picks the storages.
 """
 
 from __future__ import annotations
@@ -38,40 +36,38 @@ from eager_offload.planning.program import Moves, Problem, ProgramSave, ProgramU
 
 
 class Outcome(NamedTuple):
-    """What comes of a decision."""
+    """The simulated step of a decision."""
 
     moves: Moves
     step_seconds: float
     live_bytes: tuple[int, ...]
     reloaded_storages: tuple[int, ...]
-    """The storages that have left and come back, in order."""
+    """The storages that were offloaded and reloaded, ascending."""
     moved_bytes: int
-    """That have come back, what came back twice counted twice."""
+    """Reloaded bytes; a storage that is reloaded twice counts twice."""
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that live at one time, at most."""
         return max(self.live_bytes, default=0)
 
 
 class StepSimulator:
-    """Replays decisions for one problem: what does not depend on a decision is worked out once."""
+    """Simulates decisions for one problem."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         program = problem.program
         saves, unpacks = program.saves, program.unpacks
-        if problem.ordered:  # a graph, whose values are each saved once
+        if problem.ordered:  # a graph saves each value once
             saves = tuple(
                 ProgramSave(one.nbytes, True, None, at, op=one.saved, node=at)
                 for at, one in enumerate(program.storages)
             )
             unpacks = tuple(ProgramUnpack(at, program.storages[at].unpacked_at) for at in problem.by_unpack)
         self.saves = saves
-        #: By operator: saves of storages that may move, and asks for them, each in order.
+        #: By operator, the saves and unpacks of movable storages, in order.
         self.saves_at: dict[int, list[int]] = defaultdict(list)
-        self.asks_at: dict[int, list[int]] = defaultdict(list)
-        #: Of each storage, the first save and the last one.
+        self.unpacks_at: dict[int, list[int]] = defaultdict(list)
         self.first: dict[int, int] = {}
         self.last: dict[int, int] = {}
         for number, save in enumerate(saves):
@@ -79,42 +75,37 @@ class StepSimulator:
                 self.saves_at[save.op].append(number)
                 self.first.setdefault(save.storage, number)
                 self.last[save.storage] = number
-        #: By storage, how many asks come before the last one for it.
-        self.last_ask: dict[int, int] = {}
+        #: By storage, the index of its last unpack among all unpacks.
+        self.last_unpack: dict[int, int] = {}
         expected, rank = dict[int, None](), 0
         for on_unpack in unpacks:
             if (storage := saves[on_unpack.save].storage) >= 0:
-                self.last_ask[storage] = rank
-                self.asks_at[on_unpack.op].append(on_unpack.save)
+                self.last_unpack[storage] = rank
+                self.unpacks_at[on_unpack.op].append(on_unpack.save)
                 expected[on_unpack.save] = None
                 rank += 1
-        #: The saves in the order in which they are asked for first.
         self.expected = list(expected)
-        self.ops = sorted({*self.saves_at, *self.asks_at, program.forward_ops, len(program.ops)})
-        #: Bytes of all that is no decision's: the other bytes, and each storage from where it is made.
+        self.ops = sorted({*self.saves_at, *self.unpacks_at, program.forward_ops, len(program.ops)})
+        #: Live bytes that no decision changes: the other bytes, plus each storage from its creation.
         count = len(program.ops)
         spans = [(one.nbytes, one.made, count) for one in program.storages]
         self.made = list(map(add, live_bytes(count, spans), program.other_bytes))
 
     def run(self, moves: Moves, problem: Problem | None = None) -> Outcome:
-        """Returns what comes of it where those storages move, and those that do in any case, as the tier has room.
-
-        Args:
-            problem: the same one in other windows.
-        """
+        """Simulates the step with ``moves`` (see ``Problem.within_room``); ``problem`` may have other windows."""
         problem = problem or self.problem
         return _Step(self, problem, problem.within_room(moves)).run()
 
     def part(self, fraction: float, problem: Problem | None = None) -> Candidate:
-        """Returns what comes of moving that part of the bytes."""
         problem = problem or self.problem
         return Candidate(problem, self.run(tuple(share(problem.timeline, fraction)), problem), fraction)
 
 
-#: Operators that a device takes before those that it was given are done: CUDA's queue has 1,024 launches, of which an
-#: operator and the copies and events beside it take about two. Rows of an H100 are met with that.
+#: Operators that the host may be ahead of the device: CUDA's queue holds 1,024 launches, and an operator with its
+#: copies and events takes about two. Measured steps of an H100 agree with this.
 _QUEUED = 512
-#: Copies out that the transfer stream is given at a time, or bytes of so many seconds or of such a part of what moves.
+#: Copies out that the transfer stream holds at a time, and the seconds of link time and the fraction of the movable
+#: bytes that bound them.
 _GIVEN, _GIVEN_SECONDS, _GIVEN_PART = 2, 1e-3, 1 / 32
 
 
@@ -133,34 +124,32 @@ class _Step:
         self.launch, self.host_waits = problem.launch_seconds, not (problem.launch_seconds or problem.ordered)
         self.queue, self.order, self.uses = ResidentQueue(0), PrefetchOrder(problem.ahead), StepUses()
         self.stored = [_Stored(number) for number in range(len(self.storages))]
-        #: Seconds: where the host, compute and the links are, and before when compute must not go on.
+        #: Clocks in seconds: host, compute, the time that compute must wait for, and when each link is free.
         self.host = self.compute = self.clear_from = self.out_free = self.in_free = 0.0
-        #: The operator that is enqueued next.
         self.at = 0
-        #: Stretches of operators between which compute may wait: the first one, and how late it is.
+        #: Runs of operators without a wait in between: the first operator, and its delay in seconds.
         self.stretches: deque[tuple[int, float]] = deque()
         self.change = [0] * (len(problem.op_seconds) + 1)
-        #: Copies out that the host does not know to be over, the oldest first: when each is, and of which storage.
+        #: Copies out that the host has not seen finish, oldest first: end time and storage.
         self.leaving: deque[tuple[float, int]] = deque()
         self.leaving_bytes = self.moved_bytes = 0
-        #: By storage, when its copy out is over, and the operator before which the host came to know that.
+        #: By storage, the end time of its copy out, and the operator before which the host noticed it.
         self.left: dict[int, float] = {}
         self.known: dict[int, int] = {}
-        #: By storage, when it is back, and those that the device has.
+        #: By storage, the end time of its reload; and the storages on the device.
         self.back: dict[int, float] = {}
         self.here = set(range(len(self.storages)))
         self.reloaded_storages = set[int]()
-        #: Whether what is known of the order of asks is in force, as it is from the first one on.
         self.is_arranged = False
-        #: What the node that runs has asked for: saves, and their storages; and how many were asked for before.
-        self.asked: list[int] = []
+        #: Saves that the running node has unpacked, their storages, and the number of unpacks so far.
+        self.unpacked: list[int] = []
         self.using = set[int]()
         self.rank = 0
 
     def run(self) -> Outcome:
         of, program = self.of, self.problem.program
         for op in of.ops:
-            if op > self.at:  # the operators before it are enqueued
+            if op > self.at:
                 seconds, calls = self.problem.begins[op] - self.problem.begins[self.at], op - self.at
                 begin = max(self.compute, self.host + self.launch, self.clear_from)
                 self.compute = begin + seconds
@@ -176,10 +165,10 @@ class _Step:
                 self._start_due(None)
                 while self.problem.ordered and self.leaving:
                     self._wait_for_the_oldest()
-            for save in of.asks_at.get(op, ()):
-                self._ask(save)
+            for save in of.unpacks_at.get(op, ()):
+                self._unpack(save)
         end = len(self.change) - 1
-        for number in self.here:  # a copy holds its source until the host knows that it is over
+        for number in self.here:  # a copy holds its source until the host notices its end
             known = self.known.get(number, end) if number in self.left else 0
             self.change[max(self.storages[number].dropped, known)] -= self.storages[number].nbytes
         live_bytes = list(map(add, accumulate(self.change[:-1]), of.made))
@@ -190,12 +179,9 @@ class _Step:
         return max(self.compute, self.clear_from, self.host)
 
     def _wait_for_the_queue(self, done: int) -> None:
-        """Waits until the operators before ``done`` have run."""
         while len(self.stretches) > 1 and self.stretches[1][0] < done:
             self.stretches.popleft()
         self.host = max(self.host, self.problem.begins[done] + self.stretches[0][1])
-
-    # -- forward ------------------------------------------------------------------------------------------------------
 
     def _save(self, save: int) -> None:
         one, storage = self.saves[save], self.storages[self.saves[save].storage]
@@ -209,7 +195,7 @@ class _Step:
         self._poll()
         if self.moves[number]:
             last = self.of.last[number]
-            # A graph has what it computes at once; autograd, when the next operator is recorded.
+            # A graph's value is final at once, an eager value when autograd records the next operator.
             final_after = one.node - 1 if self.problem.ordered else one.node
             is_awaited = self.queue.awaiting_bytes + storage.moved_bytes <= AWAITED_WINDOWS * self.problem.window
             awaited = last if last > first and is_awaited else None
@@ -237,7 +223,7 @@ class _Step:
         self.leaving_bytes += nbytes
 
     def _wait_for_the_oldest(self) -> None:
-        """Waits for the copy out that has begun first; in a graph compute does, and else the host."""
+        """Waits for the oldest copy out: compute does in a graph, the host otherwise."""
         over, _ = self.leaving[0]
         if self.problem.ordered:
             self.clear_from = max(self.clear_from, over)
@@ -247,7 +233,7 @@ class _Step:
             self._poll()
 
     def _poll(self) -> None:
-        """Has the host notice copies out that are over; a graph asks for none."""
+        """Makes the host notice finished copies out; a graph only notices them at its waits."""
         if self.problem.ordered:
             return
         self.host += self.launch if self.leaving else 0.0
@@ -256,47 +242,45 @@ class _Step:
             self.host += 2 * self.launch
 
     def _note_left(self) -> None:
-        """Takes note that the oldest copy out is over: its source goes, unless backward has come to it."""
+        """Records the end of the oldest copy out, and frees its source unless backward needs it now."""
         number = self.leaving.popleft()[1]
         self.known[number] = self.at
         self.leaving_bytes -= self.storages[number].moved_bytes
-        is_needed = number in self.using or self.of.last_ask.get(number, -1) < self.rank
+        is_needed = number in self.using or self.of.last_unpack.get(number, -1) < self.rank
         if number in self.here and not is_needed and self.stored[number] not in self.order.promised:
-            self._let_go(number)
+            self._drop(number)
 
-    def _let_go(self, number: int) -> None:
-        """Takes a storage from the device, once forward lets go of it."""
+    def _drop(self, number: int) -> None:
+        """Frees a storage on the device: now, or when forward drops it, if that is later."""
         storage = self.storages[number]
         self.here.remove(number)
         self.back.pop(number, None)
         self.change[max(storage.freed, self.at)] -= storage.nbytes
 
-    # -- backward -----------------------------------------------------------------------------------------------------
-
-    def _ask(self, save: int) -> None:
+    def _unpack(self, save: int) -> None:
         saves, order, number = self.saves, self.order, self.saves[save].storage
-        if self.asked and saves[self.asked[-1]].node != saves[save].node:
+        if self.unpacked and saves[self.unpacked[-1]].node != saves[save].node:
             self._end_node()
         self._poll()
-        self.queue.discard(self.of.first[number])  # what has not begun to leave stays
+        self.queue.discard(self.of.first[number])  # a copy out that has not begun is dropped
         self._cancel(number)
         if number not in self.here:
-            self._bring(number)
-        self.asked.append(save)
+            self._reload(number)
+        self.unpacked.append(save)
         self.using.add(number)
         if not self.is_arranged:
             self.order.arrange(self.uses, self.of.expected)
             self.is_arranged = True
         use = self.uses.by_number[save]
         assert use is not None
-        looked = order.on_unpack(self.uses, use, 0)
-        for one in looked.drop:
+        found = order.on_unpack(self.uses, use, 0)
+        for one in found.drop:
             if one.number in self.back and one.number not in self.using:
-                self._let_go(one.number)
-        for one in looked.bring:
+                self._drop(one.number)
+        for one in found.bring:
             if one.number not in self.here:
-                self._bring(one.number)
-        if number in self.back:  # compute waits for it
+                self._reload(one.number)
+        if number in self.back:
             self.host += self.launch
             if self.back[number] > self.host or self.problem.ordered:
                 self.host += self.launch
@@ -306,7 +290,7 @@ class _Step:
         self.rank += 1
 
     def _cancel(self, number: int) -> None:
-        """Keeps a copy out from starting that is held back, and has those behind it leave earlier."""
+        """Cancels a copy out that the transfer stream has not been given; later copies start earlier."""
         held = next((at for at, (_, one) in enumerate(self.leaving) if one == number), 0)
         if held < _GIVEN or not self.launch or self.problem.ordered:
             return
@@ -324,21 +308,21 @@ class _Step:
         self.out_free -= seconds
 
     def _end_node(self) -> None:
-        """Has the handles of a node go with it, and what the node was given unless that is asked for soon."""
+        """Frees the handles of the node that has run, and its reloaded storages unless they are needed soon."""
         leaving = {number for _, number in self.leaving}
         for number in self.using:
-            is_last = self.of.last_ask[number] < self.rank
+            is_last = self.of.last_unpack[number] < self.rank
             if is_last:
                 self.stored[number].is_gone = True
                 self.order.forget(self.stored[number])
             elif number in self.left and number not in leaving and self.stored[number] not in self.order.promised:
-                self._let_go(number)
-        self.asked, self.using = [], set()
+                self._drop(number)
+        self.unpacked, self.using = [], set()
 
-    def _bring(self, number: int) -> None:
+    def _reload(self, number: int) -> None:
         storage, launch = self.storages[number], self.launch
         self.host += launch
-        after = self._reached()  # the block's last owner
+        after = self._reached()  # the reload target's last user has to finish first
         self.host += 3 * launch
         ready = max(self.in_free, after, self.left[number], self.host)
         self.in_free = ready + storage.moved_bytes / self.problem.back
@@ -350,20 +334,18 @@ class _Step:
         self.change[self.at] += storage.nbytes
 
 
-# -- what moves -------------------------------------------------------------------------------------------------------
-
-#: Bytes of the windows that a plan chooses among, beside the automatic one.
+#: Window sizes in bytes that a plan tries besides the automatic one.
 WINDOWS = tuple(mebibytes << 20 for mebibytes in (272, 528, 1040, 2064))
-#: How often the part that moves is halved; of those windows one in so many is tried where roughly is enough.
+#: Steps of the bisection, in full and if ``roughly``; and every how many windows are tried if ``roughly``.
 _HALVINGS, _FEW_HALVINGS, _FEW_WINDOWS = 8, 5, 2
-#: The parts that are tried for the least peak.
+#: The fractions that are tried for the lowest peak.
 _EIGHTHS = tuple(eighth / 8 for eighth in range(9))
-#: Of a step without waits: a wait that counts as none.
+#: A stall up to this fraction of the step without transfers counts as hidden.
 _HIDDEN = 0.005
 
 
 class Candidate(NamedTuple):
-    """A decision, the step with the windows that it was made for, and what comes of it."""
+    """A decision and its simulated step."""
 
     problem: Problem
     outcome: Outcome
@@ -371,7 +353,6 @@ class Candidate(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that live at one time, at most."""
         return self.outcome.peak_bytes
 
     @property
@@ -380,33 +361,33 @@ class Candidate(NamedTuple):
 
 
 class PolicySearch:
-    """Decides for one step in several windows; what was replayed once is known.
+    """Searches the decisions for one step with several windows; each is simulated once.
 
     Args:
-        problem: with the windows to take, where there are no others.
-        windows: to choose among, for both directions.
+        problem: its windows are used if ``windows`` is empty.
+        windows: sizes to try, in bytes, for both directions.
     """
 
     def __init__(self, problem: Problem, windows: Sequence[int] = ()) -> None:
         self.problem, self.windows = problem, tuple(windows)
         problems = [replace(problem, window=window, ahead=window) for window in windows] or [problem]
         self._simulator = StepSimulator(problems[0])
-        #: Say what comes of moving a part of the bytes, with each of the windows.
+        #: For each window, the function from a fraction to its candidate.
         self._parts = [cache(partial(self._simulator.part, problem=one)) for one in problems]
-        # A budget may be too small for the least window, and half of it still keep the link busy.
+        # A budget may be too small for the smallest window; half of that still keeps the link busy.
         half = windows[0] // 2 if len(windows) > 1 else 0
         halved = [replace(problem, window=half, ahead=half)] if half else []
         self._halved = [cache(partial(self._simulator.part, problem=one)) for one in halved]
-        #: What was tried to keep to budgets.
+        #: All candidates that ``within`` has tried.
         self.tried: list[Candidate] = []
 
     def within(self, budget: int, *, roughly: bool = False, below: float = math.inf) -> Candidate:
-        """Returns the fastest decision whose peak is at most ``budget``, of those alike the one that moves least.
-
-        Where there is none, that of the least peak; what is not faster than ``below`` is looked for no further.
+        """Returns the fastest decision with a peak of at most ``budget`` bytes (of equals, the least movement), or the
+        one with the lowest peak if none fits.
 
         Args:
-            roughly: whether it is enough to come near to it, in a part of the time.
+            roughly: whether to try fewer windows and fractions, for an approximate result.
+            below: step time in seconds; decisions that are not faster are not refined.
         """
         fitting = list[Candidate]()
 
@@ -417,16 +398,17 @@ class PolicySearch:
                 fitting.append(one)
                 below = min(below, one.step_seconds)
                 return False
-            return one.step_seconds > below  # and so is what moves more
+            return one.step_seconds > below  # larger fractions are slower still
 
         least = self._least_part(budget)
-        parts = [*self._halved, *self._parts][:: -_FEW_WINDOWS if roughly else -1]  # the larger, the faster
+        parts = [*self._halved, *self._parts][:: -_FEW_WINDOWS if roughly else -1]  # larger windows are faster
         halvings = _FEW_HALVINGS if roughly else _HALVINGS
         for part in parts:
-            for one in _tried(part, lambda one: one.peak_bytes > budget, halvings, least):
+            for one in _bisected(part, lambda one: one.peak_bytes > budget, halvings, least):
                 if take(one):
                     break
-        for part in parts if not (roughly and fitting) else ():  # of more, more may be on its way at one time
+        # The peak is not monotonic in the fraction, because more bytes may be in flight: try fractions in even steps.
+        for part in parts if not (roughly and fitting) else ():
             for eighth in _EIGHTHS:
                 if eighth > least:
                     take(one := part(eighth))
@@ -437,16 +419,15 @@ class PolicySearch:
         return min(fitting or [self.least], key=lambda one: (one.step_seconds, one.outcome.moved_bytes))
 
     def _least_part(self, budget: int) -> float:
-        """Returns a part of the bytes of which less cannot be enough."""
         storages = self.problem.program.storages
         over = self.problem.unmoved_peak - sum(one.nbytes for one in storages if one.is_forced) - budget
         most = max((one.nbytes / one.moved_bytes for one in storages if one.moved_bytes), default=1.0)
         return min(max(over, 0) / (most * sum(one.moved_bytes for one in storages) or 1), 1.0)
 
     def hidden(self) -> Candidate:
-        """Returns the decision that moves most of those that the link hides."""
+        """Returns the decision that moves the most bytes while the link hides its copies."""
         most = (1 + _HIDDEN) * self.nothing.step_seconds
-        found = [one for part in self._parts for one in _tried(part, lambda one: one.step_seconds <= most)]
+        found = [one for part in self._parts for one in _bisected(part, lambda one: one.step_seconds <= most)]
         hidden = (one for one in (self.nothing, *found) if one.step_seconds <= most)
         return max(hidden, key=lambda one: (one.outcome.moved_bytes, -one.step_seconds))
 
@@ -456,7 +437,6 @@ class PolicySearch:
 
     @cached_property
     def least(self) -> Candidate:
-        """That of the least peak."""
         return min(self._eighths, key=lambda one: (one.peak_bytes, one.step_seconds))
 
     @cached_property
@@ -464,21 +444,20 @@ class PolicySearch:
         return [part(eighth) for part in (*self._halved, *self._parts) for eighth in _EIGHTHS]
 
     def share(self, fraction: float) -> Candidate:
-        """Returns what comes of moving that part of the bytes, in the first windows."""
+        """Returns the candidate for ``fraction``, with the first window."""
         return self._parts[0](fraction)
 
     def of(self, moves: Moves) -> Outcome:
         return self._simulator.run(moves)
 
 
-def _tried(
+def _bisected(
     part: Callable[[float], Candidate],
     is_more: Callable[[Candidate], bool],
     halvings: int = _HALVINGS,
     begin: float = 0.0,
 ) -> Iterator[Candidate]:
-    """Yields what comes of the parts from ``begin`` on that a bisection tries; ``is_more``: whether a larger one is
-    looked for."""
+    """Yields the candidates of a bisection between ``begin`` and 1; ``is_more``: whether a fraction is too small."""
     yield (low := part(begin))
     if not is_more(low):
         return

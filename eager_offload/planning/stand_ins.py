@@ -1,39 +1,39 @@
-"""What stands in a trace for the tensors that a step is given.
+"""Stand-ins of a trace: copies of a model, its inputs and its functions, with fake tensors.
 
-[Note: tensors from outside]
-A step may be given tensors that neither the model nor the inputs have: a loss reads the parameters of the model itself
-or those of a head, a module in a closure has statistics, a table is a global. Each has a stand-in from the first
-function of torch on that it is given to, the same one ever after. So its numbers are not written to, and its gradient
-is the stand-in's; what is of the model itself has the copy's. A tensor that comes to an operator in another way, as an
-argument of a ``torch.autograd.Function``, is refused by the recorder if the step would change it.
+[Note: outside tensors]
+A step may read tensors of neither the model nor the inputs (e.g. parameters of a head in the loss, or a global table).
+Each gets a stand-in when it is first passed to a torch function, so that the user's tensor gets no writes and no
+gradient. Tensors of the model map to those of the copy. If a tensor reaches an operator in another way (e.g. as an
+argument of a ``torch.autograd.Function``), and the step would change it, the recorder raises.
 
-[Note: known numbers]
-Integers and booleans that depend on no parameter and on no activation (token numbers, masks, positions) are real in the
-trace, and what follows from them alone is computed. So a mask of ones is found to be one as in a real step, which some
-models do not ask of a fake tensor, and indices may be counted. Small constants from outside have numbers too. Whatever
-depends on anything else is fake; a question for its value is an error that names the module.
+[Note: known values]
+Integers and booleans that depend on no parameter or activation (token numbers, masks, positions) are real, and results
+that depend on them alone are computed, so that models can inspect masks and indices. Small constants from outside have
+known values too. All other tensors are fake; reading a value of theirs is an error that names the module.
 
 [Note: sharded models]
-The copy of a model that ``fully_shard`` has sharded has its layers as they were before: whole parameters in the type in
-which they are gathered, and none of the hooks that gather them. Its inputs and outputs are cast as those hooks cast.
+The copy of a model with ``fully_shard`` has whole parameters, in the dtype in which they are gathered, and none of
+FSDP2's hooks. Inputs and outputs are cast as by those hooks.
 
 [Note: tensor parallelism]
-A ``DTensor`` has its part of this rank as its stand-in, with the same mesh and placements. The recorder leaves
-operators on it to torch, which calls those of the parts and the collectives in between. torch also runs each operator
-on tensors of the whole shapes to find out the shape of its result: those are of no device, and are not written down.
+The stand-in of a ``DTensor`` wraps a stand-in of its local part, with the same mesh and placements. torch dispatches
+its operators to the local parts, with collectives in between. torch also runs each operator on meta tensors of the
+whole shape, to infer the shape of the result; those runs are not recorded.
 
-[Note: modules that forward converts]
-``module.to(...)`` sets the ``data`` of a real parameter. That of a fake one torch exchanges with another tensor, which
-it refuses where anything else has the parameter: a graph of this step, or a weak reference. A thread that traces sets
-the ``data`` of both kinds.
+[Note: modules converted in forward]
+``module.to(...)`` sets the ``data`` of a real parameter, but swaps a fake one with another tensor. torch refuses to
+swap a parameter that a graph or a weak reference holds. On a tracing thread ``data`` is set for both kinds.
 
 [Note: functions]
-``copy.deepcopy`` copies no function. A hook that closes over its model, or over a list or an object that has it, would
-fill the features of the user's model from the copy, where nobody looks for them. So each function that a copy has, and
-the loss, is copied with cells of its own, which two functions share where their originals do. What was copied has its
-copy there; containers are copied too, so that what a hook notes, the loss finds and the user does not. The same holds
-for the globals of a function, but only where they name what was copied. Keys of dictionaries are bound as values are,
-and the ``id`` of a module or a parameter is its copy's, since hooks look up by both which module has called them.
+``copy.deepcopy`` does not copy functions. A hook that closes over its model, or over a list of features, would store
+tensors of the trace in the user's objects, and the copy would not find them. So each function of the copy, and the
+loss, is copied:
+
+1. it gets its own closure cells, shared between functions as the originals are;
+2. copied objects in cells, and in globals that name them, are replaced with their copies;
+3. containers are copied too, so that the loss, and not the user, finds the entries of a hook;
+4. keys of dictionaries are replaced as values are, and the ``id`` of a module or parameter with that of its copy,
+   because hooks look up their module by both.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ _shapes = Patches(lambda: [Patch(*rule, _uncounted) for rule in rules_of_shapes(
 
 @contextmanager
 def tracing(recorder: Recorder) -> Iterator[None]:
-    """The calling thread may convert modules whose parameters are fake, and ask for shapes of ``DTensor``s: see
-    [Note: modules that forward converts] and [Note: tensor parallelism]."""
+    """Lets the calling thread convert modules with fake parameters, and run shape rules of ``DTensor`` unrecorded: see
+    [Note: modules converted in forward] and [Note: tensor parallelism]."""
     before = getattr(_local, "recorder", None)
     with _conversions.used(), _shapes.used() if rules_of_shapes() else nullcontext():
         _local.recorder = recorder
@@ -122,10 +122,10 @@ def tracing(recorder: Recorder) -> Iterator[None]:
 
 
 class StandIns(TorchFunctionMode):
-    """What stands in a trace for the tensors of a model, of its inputs and, while it is entered, of all else.
+    """Makes the stand-ins of a model and its inputs, and while it is entered, of outside tensors.
 
-    All are on ``device``. Where some of the model's are there already, those that the program has on the CPU are there
-    on purpose, and so are those of the inputs.
+    Stand-ins are on ``device``. But if the model (or the inputs) already has tensors there, its CPU tensors are there
+    on purpose, and stay on the CPU.
     """
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
@@ -134,16 +134,14 @@ class StandIns(TorchFunctionMode):
         self._are_there = self._is_copying = False
         self._wholes: dict[int, Tensor] = {}
         self._found: dict[int, Tensor] = {}
-        #: In which shape and type shards are gathered, and how tensor parallelism divides that, by the identity of the
-        #: parameter.
+        #: By ``id`` of a sharded parameter, the shape, dtype and DTensor spec with which it is gathered.
         self._gathered: dict[int, tuple[torch.Size, torch.dtype, Any]] = {}
-        self._owners: list[object] = []  # no key is used twice
+        self._owners: list[object] = []  # keeps the objects alive whose ids are keys
 
     def copy_of(
         self, model: nn.Module, inputs: object, loss: Callable[[Any], Tensor] | None
     ) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
-        """The model, its inputs and the loss, copied together, with stand-ins for all tensors; raises ``PlanError``
-        where it cannot."""
+        """Returns copies of the model, its inputs and the loss, with stand-ins for all tensors."""
         found: dict[int, Any] = {}
         groups = sharded_groups(model)
         for group in groups:
@@ -164,11 +162,11 @@ class StandIns(TorchFunctionMode):
                         except PlanError as error:
                             raise PlanError(f"{name or 'the model'}: {error}") from error
                     elif isinstance(one, torch.Generator) and id(one) not in found:
-                        with without_dispatch_modes():  # its state is a tensor
+                        with without_dispatch_modes():  # its state is a real tensor
                             found[id(one)] = one.clone_state()
                     elif isinstance(one, torch.jit.ScriptFunction):  # cannot be copied, and has no state
                         found[id(one)] = one
-        self._are_there |= among_inputs  # of tensors in objects nobody knows whose they are
+        self._are_there |= among_inputs  # for tensors inside of other objects, which may belong to either
         bare = {module: without_sharding(module) for module in model.modules() if is_fully_sharded(module)}
         memo = {**found, **{id(module): made for module, (made, _) in bare.items()}, **self._found}
         owner = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)
@@ -235,7 +233,7 @@ class StandIns(TorchFunctionMode):
             made.requires_grad_()
         self._found[id(tensor)] = made
         self._owners.append(tensor)
-        self._recorder.has(local)
+        self._recorder.add_given(local)
         return made
 
     def _fake(self, tensor: Tensor, device: torch.device) -> Tensor:
@@ -257,9 +255,9 @@ def _copied(one: Any, memo: dict[int, Any], name: str = "") -> Any:
     except PlanError:
         raise
     except Exception as error:
-        memo.clear()  # a frame of the error holds it where nothing can clear that
+        memo.clear()  # a frame of the error may hold it, and it holds tensors
         frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-        if any(isinstance(frame.f_locals.get("x"), torch.jit.ScriptModule) for frame in frames):  # of copy.deepcopy
+        if any(isinstance(frame.f_locals.get("x"), torch.jit.ScriptModule) for frame in frames):  # deepcopy's argument
             what = name or "an object that is an attribute of the model"
             raise PlanError(f"{what} has a module of {OF_TORCHSCRIPT}") from error
         if not name:
@@ -295,7 +293,6 @@ def _cast(module: nn.Module, policy: Any) -> None:
 
 
 def values_in(model: nn.Module) -> Iterator[object]:
-    """Yields what the modules of ``model`` have as attributes, or in containers that are attributes."""
     return (one for module in model.modules() for value in vars(module).values() for one in tree_iter(value))
 
 
@@ -317,26 +314,25 @@ def _has_numbers(tensor: Tensor) -> bool:
 
 _WEAK = (WeakKeyDictionary, WeakValueDictionary)
 _CONTAINERS = (list, deque, set, WeakSet, dict, OrderedDict, defaultdict, Counter, *_WEAK)
-#: Elements of a container that is copied.
+#: Most elements of a container that is copied.
 _MOST = 100_000
 
 
 class Rebound:
-    """Binds what ``copy.deepcopy`` has made, as ``memo`` tells by the identity of the original."""
+    """Replaces references to originals with their copies in ``memo``: see [Note: functions]."""
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo = memo
         self._ids = {key: id(one) for key, one in memo.items() if isinstance(one, nn.Module | nn.Parameter)}
         self._copies = {id(one): one for key, one in memo.items() if key not in (id(memo), id(one))}
-        #: Cells and globals, each with its copy.
         self._cells: dict[int, tuple[CellType, CellType]] = {}
         self._spaces: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        self._originals: list[object] = []  # no identity is used twice
+        self._originals: list[object] = []  # keeps the objects alive whose ids are keys
         for one in [*self._copies.values()]:
             self._bind(one)
 
     def of(self, one: Any) -> Any:
-        """Returns ``one`` with copies in the place of what was copied; itself where there is nothing to replace."""
+        """Returns ``one`` with copied objects replaced by their copies; ``one`` itself if it has none."""
         if id(one) in self._memo:
             return self._memo[id(one)]
         kind = type(one)
@@ -359,8 +355,8 @@ class Rebound:
             or (_is_users(kind) and any(map(self._has, [*_dict_of(one).values()])))
         ):
             made: Any = one
-            with suppress(Exception):  # an object that cannot be copied stays the user's
-                made = one.copy() if kind is WeakSet else copy.copy(one)  # which has a weak set share what is in it
+            with suppress(Exception):  # an object that cannot be copied is shared with the user
+                made = one.copy() if kind is WeakSet else copy.copy(one)  # copy.copy of a WeakSet shares its elements
                 self._know(one, made)
                 self._bind(made)
             return made
@@ -385,7 +381,7 @@ class Rebound:
         if isinstance(one, dict | WeakKeyDictionary | WeakValueDictionary):
             items = _items(one)
             if any(self.of(key) is not key for key, _ in items):
-                items = [(self.of(key), value) for key, value in items]  # all again, in their order
+                items = [(self.of(key), value) for key, value in items]  # all, to keep their order
                 one.clear()
                 for key, value in items:
                     one[key] = value
@@ -394,7 +390,7 @@ class Rebound:
             _replace(_dict_of(one), [*_dict_of(one).items()], self.of)
 
     def _has(self, one: Any, levels: int = 2) -> bool:
-        """Whether it has a copy, or is a list or the like with what has, so many levels down."""
+        """Returns whether ``one`` has a copy, or contains an object with a copy within ``levels``."""
         if id(one) in self._memo or (type(one) is int and one in self._ids):
             return True
         if not levels or not isinstance(one, (*_CONTAINERS, tuple, frozenset)) or len(one) > _MOST:
@@ -414,9 +410,9 @@ class Rebound:
             if space[name] is one.__globals__[name]:
                 space[name] = self.of(space[name])
         for cell, own in known:
-            if not [*_contents([own])]:  # or another function has filled it
+            if not [*_contents([own])]:  # no other function has filled it
                 for content in _contents([cell]):
-                    own.cell_contents = content  # while this is bound, it may be asked for
+                    own.cell_contents = content  # `of` may read this cell
                     own.cell_contents = self.of(content)
         made.__defaults__, made.__kwdefaults__ = self.of(one.__defaults__), self.of(one.__kwdefaults__)
         made.__qualname__, made.__module__ = one.__qualname__, one.__module__
@@ -424,8 +420,8 @@ class Rebound:
         return made
 
     def _is_copied(self, one: object, seen: set[int]) -> bool:
-        """Whether it has a copy of its own; a function: one of the user's with cells, or one that has or names what
-        was copied."""
+        """Returns whether ``one`` has a copy, draws random numbers, or is a function that must be copied: a user's
+        closure, or one that refers to a copied object."""
         if _draws(one) or self._has(one):
             return True
         if id(one) in seen or not isinstance(one, FunctionType):
@@ -439,12 +435,11 @@ class Rebound:
 
 def _contents(cells: Iterable[CellType]) -> Iterator[Any]:
     for cell in cells:
-        with suppress(ValueError):  # it is empty
+        with suppress(ValueError):  # an empty cell
             yield cell.cell_contents
 
 
 def _is_users(kind: type) -> bool:
-    """Whether objects of a class have what a user has put there."""
     return kind is SimpleNamespace or not is_library(kind.__module__)
 
 
@@ -459,7 +454,7 @@ def _replace(container: Any, items: Any, of: Any) -> None:
 
 
 def _named(one: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yields the globals that a function names; those of libraries are of no user's."""
+    """Yields the globals that a function names; none for a library's function."""
     names, codes = set[str](), [] if is_library(one.__module__) else [one.__code__]
     while codes:
         code = codes.pop()

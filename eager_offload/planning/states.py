@@ -1,11 +1,10 @@
-"""Bytes of the states of an optimizer, found by a step of it on tensors without bytes.
+"""Bytes of an optimizer's states, from one step on fake tensors.
 
-[Note: a trial step]
-A table of optimizers would know torch's own, and would be wrong for factored states and for hyperparameters that add a
-state. So the optimizer runs one step on fake parameters, and the tensors in its ``state`` are
-counted. An optimizer that exists is not run: a bare object of its class takes its attributes and hyperparameters. What
-it has in its ``state`` already is counted as it is. Scalars, such as the number of steps, are left out, and so are
-tensors that only live inside of ``step()``, such as those of ``foreach=True``.
+[Note: trial step]
+A table of optimizers would cover torch's own only, and be wrong for factored states and for hyperparameters that add a
+state. Instead, the optimizer runs one step on fake parameters, and the tensors in its ``state`` are counted. A user's
+instance is not run: a bare object of its class takes its attributes and hyperparameters, and existing states count as
+they are. Scalars (e.g. the step count) and temporaries of ``step()`` (e.g. with ``foreach=True``) are not counted.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from eager_offload.torch_private.calls import OpOverload, TorchDispatchMode, sch
 from eager_offload.torch_private.inductor import FakeTensorMode
 from eager_offload.torch_private.memory import tree_iter
 
-#: An optimizer, or what makes one of parameters: its class, or a function.
+#: An optimizer, or a class or function that makes one from a list of parameters.
 Optimizing: TypeAlias = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
-#: Switches that choose kernels, and not states; those kernels may not take fakes.
+#: Options that choose kernels and not states; those kernels may not take fake tensors.
 _KERNELS = ("foreach", "fused", "capturable")
 
 
@@ -42,12 +41,12 @@ def states_of(optimizer: Optimizing, parameters: Sequence[Tensor], shape_of: Cal
     """Returns the states that ``optimizer`` has from its first step on.
 
     Args:
-        optimizer: an instance, whose own parameters count; or what makes one of the list of those that are trained.
-        parameters: those of the model; frozen ones have no state.
-        shape_of: returns the shape that a parameter has on this device.
+        optimizer: an instance, whose own parameters count; or a class or function of the list of trained parameters.
+        parameters: the model's parameters.
+        shape_of: returns the shape of a parameter on this device.
 
     Raises:
-        ConfigError: it is no such optimizer, or it cannot be tried.
+        ConfigError: ``optimizer`` is of another type, or its trial step fails.
     """
     if isinstance(optimizer, Optimizer):
         return _of_instance(optimizer, parameters, shape_of)
@@ -97,9 +96,9 @@ def _of_instance(
             trial = object.__new__(kind)
             containers = (dict, list, set)
             own = {name: copy(one) if isinstance(one, containers) else one for name, one in vars(optimizer).items()}
-            own.pop("step", None)  # a scheduler's, which calls that of `optimizer`
+            own.pop("step", None)  # patched by a scheduler, and bound to `optimizer`
             vars(trial).update(own)
-            # Without the hooks of `optimizer`, as after it was pickled.
+            # As after unpickling: without the hooks of `optimizer`, which are the user's.
             trial.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
             nbytes += _step(trial)
     return States(kind.__name__, nbytes)
@@ -115,7 +114,7 @@ def _step(trial: Optimizer) -> int:
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
     step = type(trial).step
-    if getattr(step, "hooked", False):  # around it torch calls the hooks of all optimizers
+    if getattr(step, "hooked", False):  # torch's wrapper would call the hooks of all optimizers
         step = step.__wrapped__  # type: ignore[attr-defined]  # functools.wraps
     with torch.no_grad():
         step(trial)
@@ -128,7 +127,7 @@ def _step(trial: Optimizer) -> int:
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
-    """Answers a question for a number with a half: no step divides by it, by its logarithm, or by 1 less it."""
+    """Answers ``item()`` of a fake tensor with 0.5 (an integer with 1): a step may divide by x, log(x) and 1 - x."""
 
     def __torch_dispatch__(
         self,

@@ -1,20 +1,19 @@
-"""The device that a step is planned for: its fake tensors, or what its kernels would save of those of a CPU.
+"""Kernels and autocast of the device that a step is planned for, also if the process does not have it.
 
-[Note: kernels of the target]
-Where the process has an accelerator, a step is traced on fake tensors of that device: torch itself chooses its kernels
-and its autocast. Where there is none, torch would call the driver for them, so the tensors are the CPU's, and
-``TargetKernels`` calls the operators that CUDA chooses in the place of those that save other tensors on a CPU. Their
-rules for tensors without bytes and their derivatives are in every build of torch. The conditions are those by which
-torch chooses on CUDA (``sdp_utils.cpp``, ``Normalization.cpp``, ``Dropout.cpp``), of a device with tensor cores.
+[Note: target kernels]
+If the process has an accelerator, the step is traced on fake tensors of it, and torch chooses kernels and autocast.
+Without one, fake CUDA tensors would need a driver. So the tensors are the CPU's, and ``TargetKernels`` replaces the
+operators that save other tensors on CUDA with CUDA's, whose meta kernels and derivatives are in every build of torch.
+The conditions are torch's (``sdp_utils.cpp``, ``Normalization.cpp``, ``Dropout.cpp``), for a device with tensor cores.
 
-[Note: autocast of the target]
-torch turns ``torch.autocast("cuda")`` off, with a warning, where there is no such device. On a thread that traces for
-one, it is the CPU's autocast, of that type. This casts the same products and convolutions. ``TargetKernels`` casts what
-CUDA computes in ``float32`` besides. A model that asks for the CPU's autocast, as one does that looks where its tensors
-are, means that of the device too.
+[Note: target autocast]
+Without the device, torch disables ``torch.autocast("cuda")`` with a warning. On a thread that traces for CUDA it is
+replaced with the CPU's autocast, with CUDA's dtype. It casts the same products and convolutions; ``TargetKernels``
+casts the other functions that CUDA computes in ``float32``. A model that takes the autocast of its tensors' device
+enters the CPU's, and means CUDA's.
 
-A plan names the functions that a step calls and that may save other tensors on the device than a trace without it has
-written down: those of ``TargetKernels``, and those for which it has the kernels of a CPU.
+A plan names the called functions that may save other tensors on the device than in the trace, whether
+``TargetKernels`` replaces them or not.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from eager_offload.torch_private.memory import tree_map
 _FUSED = "attention (written down as the kernel of CUDA that torch's rules choose)"
 _BATCH_NORM = "batch norm (cuDNN may save a reserve besides)"
 _RECURRENT = "recurrent layers (cuDNN saves one reserve, for oneDNN's workspace or each step's tensors)"
-#: What is said of a function, by its name in torch.
 _GUESSED = {
     "_scaled_dot_product_flash_attention": _FUSED,
     "_scaled_dot_product_efficient_attention": _FUSED,
@@ -62,16 +60,15 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def guessed_name(function: Callable[..., Any]) -> str | None:
-    """What a plan says of ``function``; ``None`` where it saves the same on each device."""
+    """Returns the text of a plan for ``function``; ``None`` if it saves the same on each device."""
     return _GUESSED.get(name_of(function))
 
 
-#: The device that the process has, whatever it is.
 CPU = "cpu"
 
 _aten = torch.ops.aten
 _HALF = torch.float16, torch.bfloat16
-#: CUDA computes these in ``float32`` under its autocast, and a CPU does not.
+#: Functions that autocast computes in ``float32`` on CUDA, and not on a CPU.
 _SINGLE = frozenset(
     (
         *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "logsumexp", "pow"),
@@ -82,11 +79,11 @@ _SINGLE = frozenset(
         *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
     )
 )
-#: These too, but from what they are given as it is.
+#: The same, but with ``dtype=float32`` instead of cast inputs.
 _TO_SINGLE = frozenset(
     ("cumprod", "cumsum", "log_softmax", "softmax", "sum", "linalg_matrix_norm", "linalg_vector_norm")
 )
-#: A CPU computes these in ``float32`` under its autocast, and CUDA in the type of what they are given.
+#: Functions that autocast computes in ``float32`` on a CPU, and in the dtype of their inputs on CUDA.
 _AS_GIVEN = frozenset(
     (
         *("cat", "stack", "pad", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d"),
@@ -108,12 +105,12 @@ def device_of(target: str) -> torch.device:
 
 
 class TargetKernels(TorchFunctionMode):
-    """Calls the kernels of CUDA on the CPU's fake tensors: see [Note: kernels of the target]."""
+    """Calls CUDA's kernels on fake tensors of the CPU: see [Note: target kernels]."""
 
     def __init__(self) -> None:
         super().__init__()
         self._bodies: dict[Kernel, Kernel | None] = {}
-        #: Functions whose bodies run: some methods of tensors call those of the same name below them.
+        #: Functions whose bodies run: some tensor methods call the function of the same name.
         self._running: list[Kernel] = []
 
     def __torch_function__(
@@ -146,9 +143,10 @@ class TargetKernels(TorchFunctionMode):
         return func(*args, **named) if result is None else result
 
     def _body_of(self, func: Kernel) -> Kernel | None:
-        """Returns a function of torch in Python so that this mode sees what it calls; ``None`` for any other function.
+        """Returns a copy of torch's Python function ``func`` whose calls this mode sees; ``None`` for other functions.
 
-        It begins with a question for modes and subclasses, which would lead back here. So its copy never asks.
+        The original dispatches to modes and subclasses first, which would lead back here. In the copy
+        ``has_torch_function`` returns false.
         """
         if func not in self._bodies:
             self._bodies[func] = None
@@ -186,7 +184,7 @@ def _batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor | None:
-    """Returns ``None`` where torch's own kernel takes it, which saves the same as on a CPU."""
+    """Returns ``None`` if CUDA uses torch's own kernel, which saves the same as on a CPU."""
     if weight is None or bias is None or (running_mean is None and not training):
         return None
     has_type = weight.dtype is (torch.float32 if input.dtype is torch.float16 else input.dtype) is not torch.bfloat16
@@ -202,7 +200,7 @@ def _batch_norm(
 def _rms_norm(
     input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor | None:
-    """The kernel of CUDA saves what that of a layer norm does, but for the mean of each row."""
+    """Calls layer norm's kernel: CUDA's RMS norm saves the same, except for the mean of each row."""
     if weight is not None and weight.dtype is not input.dtype:
         return None
     made: Tensor = _aten.native_layer_norm(input, normalized_shape, weight, None, eps or 0.0)[0]
@@ -217,9 +215,9 @@ def _cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """CUDA's autocast leaves the logarithms in the type of ``input``, and computes the loss in ``float32``.
+    """Computes the logarithms in the dtype of ``input`` and the loss in ``float32``, as CUDA's autocast does.
 
-    Only sizes and types are those of the loss, since there are no numbers.
+    Only shapes and dtypes match the real loss: fake tensors have no values.
     """
     if not _is_cast():
         return None
@@ -321,7 +319,7 @@ def _aligned(mask: Tensor) -> Tensor:
     return torch.nn.functional.pad(mask, (0, -length % 8 or 8))[..., :length]
 
 
-#: What CUDA calls for a function of torch, by its name; ``None`` is returned where that is what a CPU calls.
+#: CUDA's kernels by torch's name of the function; they return ``None`` if CUDA calls the same as a CPU.
 _KERNELS: dict[str, Kernel] = {
     "dropout": _dropout,
     "batch_norm": _batch_norm,
@@ -337,7 +335,7 @@ _KERNELS: dict[str, Kernel] = {
 class _Local(threading.local):
     def __init__(self) -> None:
         self.target: str | None = None
-        #: The contexts that are made for the CPU in place of the target.
+        #: Autocast contexts that were made for the CPU in place of the target.
         self.made: list[weakref.ref[Any]] = []
 
 
@@ -373,7 +371,7 @@ def _of_cpu(replaced: Callable[..., None]) -> Callable[..., None]:
 
 
 def _told(replaced: Callable[..., Any]) -> Callable[..., Any]:
-    """Has models that ask whether the target's autocast is on see the CPU's."""
+    """Sets the target's autocast state to the CPU's, for models that query it."""
 
     def enter(autocast: Any) -> Any:
         target = _local.target
@@ -407,8 +405,8 @@ _autocast = Patches(
 
 @contextmanager
 def autocast_of(target: str) -> Iterator[None]:
-    """Has ``torch.autocast(target)`` be the CPU's on the calling thread, and the one that the caller is in: see
-    [Note: autocast of the target]."""
+    """Replaces ``torch.autocast(target)`` with the CPU's on the calling thread, and enters it if the caller is in the
+    target's: see [Note: target autocast]."""
     before, made, (is_on, dtype) = _local.target, _local.made, _autocast_of(target)
     with _autocast.used():
         _local.target, _local.made = target, []
@@ -418,5 +416,5 @@ def autocast_of(target: str) -> Iterator[None]:
         finally:
             kept = [autocast for one in _local.made if (autocast := one()) is not None]
             _local.target, _local.made = before, made
-            for autocast in kept:  # a model may keep what it has made: as torch makes it, which is off
+            for autocast in kept:  # a model may keep a context: reset it to torch's own, which is disabled
                 torch.autocast.__init__(autocast, target, autocast.fast_dtype, enabled=False)

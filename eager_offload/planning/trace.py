@@ -1,15 +1,13 @@
-"""A model and its inputs, traced into a ``Program``: nothing is computed, and nothing is allocated.
+"""Traces a model and its inputs into a ``Recording``, on fake tensors: nothing is computed or allocated.
 
 [Note: tracing]
-A copy of the model is run whose parameters are fake tensors, of the device or in its place (target.py). So the model
-itself is not touched, which another thread may be training, and every hook that the trace needs is the copy's. What
-else the step is given has stand-ins too (stand_ins.py).
-Backward runs on the calling thread on any device, since the modes and settings of a trace are those of one thread.
+The traced model is a copy whose parameters are fake tensors of the device, or of a CPU in its place (target.py). Hooks
+are on the copy only: another thread may be training the user's model. Inputs and functions have stand-ins too
+(stand_ins.py). Backward runs on the calling thread, because the modes of a trace are thread-local.
 
-[Note: outside of the copy]
-A step may put a tensor into whatever its functions reach, such as a list that a hook fills. The tensor has no numbers,
-so it must not stay there unnoticed: what holds one when the trace is over is an error. And what is the user's is not
-the library's to change.
+[Note: leaked tensors]
+A step may store a fake tensor in an object outside of the copy (e.g. in a list that a hook fills). The library does not
+change the user's objects, so a tensor of the trace that is alive afterwards is an error, which names its holder.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from eager_offload.torch_private.inductor import FakeTensorMode
 from eager_offload.torch_private.memory import tree_iter
 
 _NOTHING: Mapping[str, Sequence[Any]] = {}
-#: Modules of torch that raise these errors for an operator, and not for what a model leaves out or asserts.
+#: Modules of torch whose NotImplementedError or AssertionError is about an operator, and not the model's own.
 _OPERATORS = ("torch.nn.attention", "torch._ops", "torch._higher_order_ops")
 
 
@@ -60,29 +58,29 @@ def record(
     again: Mapping[str, Sequence[Kept]] = _NOTHING,
     target: str = CPU,
 ) -> Recording:
-    """One training step of ``model`` as numbers, with all that was seen.
+    """Returns the recording of one training step of ``model``.
 
     Args:
         model: real, or on ``meta``; it is neither changed nor run.
-        inputs: what it is called with: a tensor, a tuple or list of arguments, or a mapping of keywords.
-        loss: makes the loss of what the model returns; ``None``: that itself, or its ``loss``.
-        min_bytes: a smaller saved tensor stays.
-        patterns: of ``skip``, which name modules that keep what they save, and of ``only``, beside which all others do.
-        again: by name the modules that are computed again, as :meth:`Plan.apply` has them, and what each keeps.
-        target: the kind of device whose kernels are written down: ``"cpu"``, or ``"cuda"``, for which any accelerator
-            of the process stands.
+        inputs: a tensor, a tuple or list of arguments, or a mapping of keywords.
+        loss: maps the model's result to the loss; ``None``: the result itself, or its ``loss``.
+        min_bytes: smaller saved tensors are kept.
+        patterns: ``skip`` and ``only`` of the configuration.
+        again: the recomputed modules by name, and the results that each keeps, as in :meth:`Plan.apply`.
+        target: the device type whose kernels are recorded: ``"cpu"`` or ``"cuda"``; an accelerator of the process takes
+            the place of ``"cuda"``.
 
     Raises:
         ConfigError: a pattern matches no module.
-        PlanError: what the model does depends on numbers that no trace has.
+        PlanError: the step depends on tensor values, cannot be traced, or leaks a tensor.
     """
     made = _Made()
 
     def traced_step() -> Recording:
         device = device_of(target)
         is_guess = device.type == CPU != target
-        # Where the program makes tensors if it does not say: the caller's choice if the program is on the device
-        # already, and otherwise the device, to which all of the program's tensors go.
+        # The default device of new tensors: the caller's if the program is already on the device; otherwise the
+        # device, because all of the program's tensors are traced as tensors of it.
         default = torch.get_default_device()
         is_there = default.type in (CPU, device.type) and are_on(device, (*tree_iter(inputs), *values_in(model)))
         with (
@@ -124,12 +122,11 @@ def record(
             return recording if is_guess else replace(recording, program=replace(recording.program, guessed=()))
 
     with _nothing_held(made):
-        return copy_context().run(traced_step)  # what is set of a context variable goes with the context
+        return copy_context().run(traced_step)  # in a copy, so that context variables the step sets are dropped
 
 
 def _lacks(error: Exception) -> str | None:
-    """What is said of an operator that torch does not run on tensors without bytes, as FlexAttention, or not on a CPU;
-    ``None`` for any other error."""
+    """Returns the message for an operator that cannot be traced (e.g. FlexAttention); ``None`` for other errors."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -145,7 +142,7 @@ def _lacks(error: Exception) -> str | None:
 
 @contextmanager
 def _logging_no_traceback() -> Iterator[None]:
-    """Of an operator that raises, torch's rules log no traceback for the calling thread: the error itself has it."""
+    """Drops torch's log of a failed fake operator on the calling thread: the error itself has the traceback."""
     thread, logger = threading.get_ident(), logging.getLogger(FakeTensorMode.__module__)
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -165,7 +162,6 @@ def _run_step(
     loss: Callable[[Any], Tensor] | None,
     again: Mapping[str, Sequence[Kept]] = _NOTHING,
 ) -> None:
-    """Has ``recorder`` write down a forward of ``model`` and its backward, with those modules computed again."""
     with recorder.watching(model), recorder:
         with (
             torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
@@ -174,12 +170,12 @@ def _run_step(
         ):
             total = loss_of_step(model, inputs, loss)
         recorder.begin_backward(total)
-        torch.autograd.backward(total)  # `total.backward()` would turn off the caller's function modes
+        torch.autograd.backward(total)  # not `total.backward()`, which would disable function modes
         del total
 
 
 def loss_of_step(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    """Runs a forward, and returns its loss as one number; arguments as for ``plan``."""
+    """Runs a forward with the arguments of ``plan``, and returns its loss as a scalar tensor."""
     if isinstance(inputs, Mapping):
         return _loss_of(model(**inputs), loss)
     return _loss_of(model(*(inputs if isinstance(inputs, tuple | list) else (inputs,))), loss)
@@ -206,18 +202,17 @@ def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     return found if found.dim() == 0 else found.sum()
 
 
-#: Holders whose own holders are looked for, so many levels.
+#: Types of holders that are not named themselves: their own holders are searched, up to this many levels.
 _FOLLOWED, _LEVELS = (tuple, list, set, frozenset, CellType, FunctionType), 4
 _HELD = (
     "a tensor of the plan's trace is held by {}, where it has no numbers: plan in a process of its own, by python -m "
     "eager_offload plan, or have the model keep it in an attribute, which its copy has"
 )
-#: A dictionary of which nobody tells whose it is.
 _A_DICT = "a dict"
 
 
 class _Made:
-    """What a trace was given and has made, held weakly: storages of tensors, and copies of modules."""
+    """Weak references to the storages and module copies of a trace."""
 
     def __init__(self) -> None:
         self.blocks, self.modules = Blocks(), list[ref[nn.Module]]()
@@ -228,17 +223,17 @@ class _Made:
 
 @contextmanager
 def _nothing_held(made: _Made) -> Iterator[None]:
-    """Looks afterwards for what holds any of what the ``with`` has ``made``, which nothing of the caller's may hold.
+    """Checks after the ``with`` that nothing of ``made`` is alive: see [Note: leaked tensors].
 
     Raises:
-        PlanError: something does. An error of the ``with`` itself has a note in its place.
+        PlanError: an object is alive. An error of the ``with`` itself gets a note instead.
     """
     seen = [sys.exception()]
     try:
         yield
     except BaseException as error:
         found: BaseException | None = error
-        while found is not None and found not in seen:  # their frames would hold tensors as long as the errors live
+        while found is not None and found not in seen:  # the frames of its traceback would hold tensors
             seen.append(found)
             traceback.clear_frames(found.__traceback__)
             found = found.__cause__ or found.__context__
@@ -255,9 +250,9 @@ def _holders(made: _Made) -> list[str]:
         return []
     is_frozen = gc.get_freeze_count() > 0
     try:
-        gc.unfreeze()  # what is frozen is neither collected nor seen
+        gc.unfreeze()  # frozen objects are neither collected nor found as referrers
         gc.collect()
-        with without_torch_function():  # tensors of all kinds of classes are among what is looked at
+        with without_torch_function():  # the objects include tensors of any class
             return _found(made) if made.is_alive() else []
     finally:
         if is_frozen:
@@ -278,12 +273,12 @@ def _found(made: _Made) -> list[str]:
         if last is targets:
             break
         targets, own = last, {*own, id(found)}
-    # A function that nothing else holds is that of a frame, such as a comprehension's.
+    # A function without another holder belongs to a frame (e.g. a comprehension).
     return [*names] or [*dict.fromkeys(f"a {type(one).__name__}" for one in last if type(one) is not FunctionType)]
 
 
 def _named(holder: Any, ids: set[int], levels: int = 2) -> str:
-    """Names what holds objects with those ids, and where; of a dictionary, whose it is, so many levels up."""
+    """Names ``holder`` of the objects with ``ids``; for a dictionary, its keys and its owner, up to ``levels`` up."""
     if not isinstance(holder, dict):
         return f"a {type(holder).__name__}"
     keys = ", ".join(repr(key) for key, one in [*dict.items(holder)] if id(one) in ids and type(key) is str)
@@ -308,7 +303,6 @@ def _named(holder: Any, ids: set[int], levels: int = 2) -> str:
 
 
 def _variable(cell: CellType) -> str:
-    """Names the variable that functions close over by ``cell``."""
     for closure in gc.get_referrers(cell):
         for function in gc.get_referrers(closure) if type(closure) is tuple else ():
             cells = function.__closure__ if isinstance(function, FunctionType) else None

@@ -1,25 +1,24 @@
-"""Whether a module that is computed again in backward computes what it did in forward: fingerprints of its saves.
+"""Compares the saves of a recomputed module with those of its forward, by fingerprints.
 
 [Note: fingerprints]
-A fingerprint is a row of five numbers, computed on the device of the value and not read there: both halves of a 64-bit
-hash of its bytes, the sum of magnitudes, a sum with weights by position, and the sum of squares. Other kernels give
-other last bits, so a hash alone decides nothing. Two draws of a large random tensor have nearly the same sum of
-magnitudes; their weighted sums, measured by the root of the sum of squares, differ by as much as the draws do.
+A fingerprint is five numbers, computed on the device of the value without a synchronization: both halves of a 64-bit
+hash of its bytes, the sum of magnitudes, a sum weighted by position, and the sum of squares. Other kernels give other
+last bits, so unequal hashes alone are not an error. Two random draws have nearly equal sums of magnitudes, but their
+weighted sums differ, relative to the root of the sum of squares.
 
-[Note: when a value is final]
-An operator may fill a tensor that it has packed, as ``rrelu`` does its noise, and autograd's sequence number tells when
-it has returned. So what requires no grad is read at the first later pack, or at the end.
+[Note: final values]
+An operator may fill a tensor after packing it (e.g. the noise of ``rrelu``); autograd's sequence number tells when the
+operator has returned. So values that require no grad are read at the first later pack, or at the end.
 
-[Note: compared by shape alone] What one operator saves tells which one it is, see ``_Operator``; a dispatch mode would
-tell too, but torch has other kernels run where one is active.
+[Note: values compared by shape]
+Two kinds of values may differ: running statistics of batch and instance norm, which each call in training updates and
+backward does not use; and scratch memory of recurrent layers and ``ctc_loss``, which kernels leave partly unwritten.
+They are recognized by the operator's saves (see ``_Operator``), because torch selects other kernels under a dispatch
+mode.
 
-- The running statistics of a batch norm, or the copies that an instance norm makes of them: each call in training
-  updates them, and backward does not use them.
-- The scratch memory of recurrent layers and of ``ctc_loss``: their kernels leave parts of it unwritten.
-
-[Note: a recompute is not run to its end]
-torch stops it in the pack of the last value. What it has packed by then is what backward is given, and is compared as
-it is. To run on would have collectives behind that place run on the ranks that check, and not on others.
+[Note: early stop]
+torch stops a recompute in the pack of the last value. Backward uses the values packed by then, so these are compared.
+Continuing would run later collectives on the checking ranks only.
 """
 
 from __future__ import annotations
@@ -44,29 +43,28 @@ from eager_offload.torch_private.captures import accelerator_in_use
 from eager_offload.torch_private.fsdp import is_collective
 from eager_offload.torch_private.memory import detached, has_own_memory, is_fake, is_wrapper, storage_of
 
-#: The relative difference of two sums of magnitudes, and of two weighted sums, from which on values are others.
+#: The relative differences of two sums of magnitudes, and of two weighted sums, above which values count as different.
 _SUMS, _WEIGHTED = 1e-3, 2e-2
-#: Elements that are read at a time, which takes 40 bytes for each: on a CPU they stay in its cache.
+#: Elements that are hashed at a time, at 40 bytes each: on a CPU they stay in its cache.
 _ON_CPU, _ON_DEVICE = 1 << 17, 1 << 22
-#: Odd 64-bit numbers: see ``_keys``.
+#: Odd 64-bit multipliers, for ``_keys_for``.
 _ODD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
-#: Operators of which what requires no grad is scratch memory, or an input that shows in their other results.
+#: Operators whose saves without grad are scratch memory, or inputs that also determine their other results.
 _WITH_SCRATCH = ("CtcLoss", "CudnnCtcLoss", "CudnnRnn", "MiopenRnn", "MkldnnRnnLayer")
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def may_check() -> bool:
-    """Whether a call that begins now can be checked: it is neither traced nor captured."""
+    """Returns whether a call can be checked now: it is neither traced nor captured."""
     return not is_tracing() and not (accelerator_in_use() and accelerator_runtime().is_capturing())
 
 
 class Check:
-    """One call of a module, and each time that it is computed again.
+    """Checks the recomputes of one call of a module.
 
     Args:
-        name: of the module.
         is_strict: whether values that differ in their last bits are an error.
-        passed: is called after each recompute that agrees, with how many values differ in their last bits.
+        passed: called after each recompute that agrees, with the number of values that differ in their last bits.
     """
 
     def __init__(self, name: str, is_strict: bool, passed: Callable[[int], None]) -> None:
@@ -78,10 +76,10 @@ class Check:
             return call()
 
     def again(self, call: Callable[[], Any]) -> None:
-        """Computes it again.
+        """Runs the recompute ``call`` and compares its saves.
 
         Raises:
-            OffloadError: ``call`` saves other values than in forward, or raises an error.
+            OffloadError: its saves differ from those of forward, or it raises an error.
         """
         if not may_check():
             call()
@@ -133,15 +131,15 @@ class _Saves:
     def __init__(self) -> None:
         self.all: list[_Save] = []
         self.is_over = False
-        #: Whether the hook below has stopped the run.
+        #: Whether the outer pack hook has raised: see [Note: early stop].
         self.is_cut = False
-        #: Operators that may still write to what they have saved, by thread and sequence number.
+        #: Operators that may still write to their saves, by thread and sequence number.
         self._open: dict[tuple[int, int], _Operator] = {}
         self._keys: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes what the calling thread saves, and hands it on to the hooks that are in force."""
+        """Records the saves of the calling thread, and passes them on to the hooks in force."""
         below = top_hooks(True)
         assert below is not None, "a checkpoint has put its own on"
         below_packs, unpack = below
@@ -177,13 +175,13 @@ class _Saves:
         self.all.append(save)
 
     def _settle(self, now: tuple[int, int] | None) -> None:
-        """Reads the values of operators that have returned."""
+        """Reads the saves of operators that have returned: see [Note: final values]."""
         for key, operator in list(self._open.items()):
             if now is not None and (key[0] != now[0] or key == now):
                 continue
             del self._open[key]
             for save, parts, stream in operator.open:
-                # Nothing orders another stream behind the operator.
+                # Another stream is not ordered after the operator, so its value is not read.
                 if _stream(parts[0]) == stream and not operator.is_by_shape_alone(save):
                     save.rows = self._rows(parts)
 
@@ -191,7 +189,7 @@ class _Saves:
         try:
             with torch.no_grad(), without_caller_modes(), torch.inference_mode(False):
                 return [self._row(_flat(part)) for part in parts]
-        except Exception:  # a type that has no such operators, or no memory is left: the shape is compared
+        except Exception:  # an unsupported dtype, or out of memory: only the shape is compared
             return []
 
     def _row(self, flat: Tensor) -> Tensor:
@@ -203,13 +201,13 @@ class _Saves:
             whole = part.nbytes % 8 == 0
             words = part.view(torch.int64) if whole else part.view(_WORDS[part.itemsize]).to(torch.int64)
             hashed = hashed * _ODD[0] + (words * keys[: words.numel()]).sum()
-            numbers = torch.nan_to_num(part.to(wide), 3.0, 5.0, -7.0)  # so that they count where they are
+            numbers = torch.nan_to_num(part.to(wide), 3.0, 5.0, -7.0)  # so that positions of nan and inf count
             weighted, squares = torch.dot(numbers, weights[: part.numel()]), torch.dot(numbers, numbers)
             sums = sums + torch.stack((numbers.abs_().sum(), weighted, squares))
         return torch.cat((torch.stack((hashed >> 32, hashed & 0xFFFFFFFF)).to(wide), sums))
 
     def _keys_for(self, count: int, device: torch.device, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns an odd number for each position, that depends on it in no simple way, and one between -1 and 1."""
+        """Returns for each position a pseudorandom odd key, and a weight between -1 and 1."""
         known = self._keys.get(device)
         if known is None or len(known[0]) < count:
             places = torch.arange(1, 1 + (1 << (count - 1).bit_length()), device=device) * _ODD[0]
@@ -222,21 +220,20 @@ class _Saves:
 @dataclass
 class _Operator:
     open: list[tuple[_Save, list[Tensor], object]] = field(default_factory=list)
-    """Values that require no grad: their parts, and the stream that it runs on."""
+    """Saves without grad, with their parts and the operator's stream."""
     has_scratch: bool = False
     channels: set[int | None] = field(default_factory=set)
 
     def saves(self, tensor: Tensor, save: _Save, sequence: int) -> None:
-        """Notes a value that is saved at that sequence number."""
         node = tensor.grad_fn if save.made_by in _WITH_SCRATCH else None
-        self.has_scratch |= node is not None and node_sequence(node) == sequence - 1  # by this one
+        self.has_scratch |= node is not None and node_sequence(node) == sequence - 1  # made by this operator
         if len(save.shape) > 1:
             self.channels.add(save.shape[1])
 
     def is_by_shape_alone(self, save: _Save) -> bool:
-        """Returns whether what one of ``open`` holds is not compared.
+        """Returns whether ``save`` (of ``open``) is compared by shape only: see [Note: values compared by shape].
 
-        A batch norm in training saves four vectors with a number a channel: statistics so far, and of the batch.
+        A batch norm in training saves four vectors of one element per channel: running and batch statistics.
         """
         if self.has_scratch or len(save.shape) != 1:
             return self.has_scratch
@@ -251,23 +248,23 @@ class _Save:
         self._strides = [stride for size, stride in zip(self.shape, strides, strict=False) if size != 1]
         made_by = "" if tensor.is_leaf else type(tensor.grad_fn).__name__.rstrip("0123456789")
         self.made_by = made_by.removesuffix("Backward")
-        #: The fingerprints of its parts; none where they cannot be read.
+        #: The fingerprints of its parts; empty if they cannot be read.
         self.rows: list[Tensor] = []
 
     def __str__(self) -> str:
         return f"{self._dtype} of shape {self.shape}" + (f" made by {self.made_by}" if self.made_by else "")
 
     def differs(self, first: _Save, numbers: dict[int, list[float]]) -> str | None:
-        """Returns what it has where ``first`` has another thing: an empty text if only bits differ; or ``None``.
+        """Returns the difference from ``first`` as a text: "" if only bits differ, ``None`` if nothing does.
 
         Args:
-            numbers: the fingerprints, by the identity of their rows.
+            numbers: the fingerprints by ``id`` of their rows.
         """
         if (self.shape, self._dtype) != (first.shape, first._dtype):
             return f"become {self}"
         if (is_other := self._strides != first._strides) and 0 in (*self._strides, *first._strides):
-            return ""  # each number counts once, however often it is repeated
-        found = "" if is_other else None  # in another order all but the sum of magnitudes is another
+            return ""  # fingerprints read an expanded element once, so these are not comparable
+        found = "" if is_other else None  # other strides change all but the sum of magnitudes
         for one, other in zip(first.rows, self.rows, strict=False):
             *bits, total, weighted, squares = numbers[id(one)]
             *other_bits, sum_, weighted_sum, sum_of_squares = numbers[id(other)]
@@ -283,7 +280,6 @@ class _Save:
 
 
 def _read(rows: Sequence[Tensor]) -> dict[int, list[float]]:
-    """Returns the numbers of each row by its identity; waits for their devices."""
     found, on_devices = dict[int, list[float]](), defaultdict[torch.device, dict[int, Tensor]](dict)
     for row in rows:
         on_devices[row.device][id(row)] = row
@@ -300,15 +296,15 @@ def _stream(tensor: Tensor) -> object:
 
 
 def shape_of(tensor: Tensor) -> tuple[int | None, ...]:
-    """Returns the sizes of ``tensor``; ``None`` for one that its parts do not have in common."""
-    if tensor.is_nested and tensor.layout is torch.strided:  # it has no shape
+    """Returns the sizes of ``tensor``; ``None`` for a ragged dimension."""
+    if tensor.is_nested and tensor.layout is torch.strided:  # has no `shape`
         return (tensor.size(0), *[None] * (tensor.dim() - 1))
     sizes: list[object] = list(tensor.shape)
     return tuple([size if isinstance(size, int) else None for size in sizes])
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """Returns the plain tensors that have the numbers of ``tensor``; none where they cannot be read now."""
+    """Returns the plain tensors with the data of ``tensor``; none if they cannot be read now."""
     if is_wrapper(tensor):
         if is_collective(tensor):
             return []
@@ -334,4 +330,4 @@ def _flat(tensor: Tensor) -> Tensor:
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     flat = tensor.permute(order).contiguous().view(-1)
-    return flat.clone() if flat.storage_offset() * flat.itemsize % 8 else flat  # words of 8 bytes are read
+    return flat.clone() if flat.storage_offset() * flat.itemsize % 8 else flat  # read as aligned 8-byte words

@@ -24,11 +24,11 @@ from eager_offload.planning.levels import (
     Kept,
     Mixture,
     Recording,
-    computed_again,
     has_steady_results,
     kind_of_call,
     levels_of,
     mixtures,
+    with_recompute,
 )
 from eager_offload.planning.machine import TABLE
 from eager_offload.planning.program import Problem, Program
@@ -192,10 +192,10 @@ def test_the_step_of_a_level_is_what_a_trace_of_the_model_with_its_checkpoints_f
         return outcome.step_seconds, outcome.peak_bytes
 
     assert len(found) > 2
-    assert computed_again(recording, found[0]) == recording.program
-    assert len(computed_again(recording, found[-1]).ops) > len(recording.program.ops)
+    assert with_recompute(recording, found[0]) == recording.program
+    assert len(with_recompute(recording, found[-1]).ops) > len(recording.program.ops)
     for mixture in tried(found):
-        made = computed_again(recording, mixture)
+        made = with_recompute(recording, mixture)
         again = record(model, x, min_bytes=1024, again=kept_by(recording, mixture)).program
         assert Counter(op.name for op in made.ops) == Counter(op.name for op in again.ops)
         for part in (0.0, 0.5, 1.0):
