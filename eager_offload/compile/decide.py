@@ -124,7 +124,7 @@ def is_single(call: OperatorCall | Node) -> bool:
 
 
 def _as_call(call: OperatorCall | Node) -> OperatorCall:
-    """Returns the call of a node with the traced values; the target is ``None`` for placeholders and outputs."""
+    """Returns the call of a node with the traced values; the target is ``None`` unless the node calls a function."""
     if isinstance(call, OperatorCall):
         return call
     target = call.target if call.op == "call_function" else None
