@@ -52,7 +52,7 @@ _UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empt
 
 
 class OperatorCall(NamedTuple):
-    """An operator call with its result. Only shapes, strides and dtypes of tensors are read."""
+    """An operator call; only shapes, strides and dtypes of tensors are read."""
 
     target: Any
     arguments: tuple[Any, ...]
@@ -147,7 +147,7 @@ def _is_causal(call: OperatorCall) -> bool:
 
 
 def _grouped_mm(left: Sequence[int], right: Sequence[int], *_: object, out_val: object = None, **__: object) -> int:
-    """Returns the FLOP of one product for each group; groups are disjoint and lie along rows, columns or both."""
+    """Returns the FLOP of one product for each group; groups are disjoint."""
     groups = left[0] if len(left) == len(right) == 3 else 1
     return 2 * groups * left[-2] * left[-1] * right[-1]
 
@@ -215,7 +215,6 @@ class Step:
 
     nodes: Sequence[Node]
     forward_ops: int
-    """The number of forward operators."""
     inputs: Collection[Node]
     """Values that exist for the whole step."""
     tangents: Collection[Node]
@@ -233,7 +232,6 @@ class Movable:
     bases: tuple[Node, ...]
     """The sources of its transfers."""
     moved_bytes: int
-    """Bytes of its transfers."""
     forced: bool = False
     """Whether the storage moves regardless of the planner."""
 
@@ -303,7 +301,7 @@ class _Life:
 def problem_of(
     step: Step, movable: Mapping[object, Movable], windows: Windows, machine: Machine
 ) -> tuple[Problem, list[object]]:
-    """Returns the step as a planner's problem, and the key of each of its storages."""
+    """Returns the planner's problem for a step, and the keys of its storages."""
     count, place = len(step.nodes), {node: op for op, node in enumerate(step.nodes)}
     lives = _lives(step, place)
     returned = {step.storage_of(node) for node in step.returned}

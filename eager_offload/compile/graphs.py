@@ -24,7 +24,6 @@ _KNOWN_TO_COMPILERS = frozenset(("aten", "prims", "_c10d_functional"))
 
 
 def tensor_of(node: object) -> Tensor | None:
-    """Returns the (fake) tensor of ``node``; ``None`` if its value is not a tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return value if isinstance(value, Tensor) else None
 
@@ -46,12 +45,10 @@ def calls_regions(nodes: Iterable[Node]) -> bool:
 
 
 def nbytes_of(value: Tensor) -> int:
-    """Returns the bytes of the storage of ``value``, with hints for symbolic sizes."""
     return hint(value.untyped_storage().nbytes())
 
 
 def is_static(value: Tensor) -> bool:
-    """Returns whether ``value`` has no symbolic size, stride or offset."""
     numbers: tuple[object, ...] = (*value.size(), *value.stride(), value.storage_offset())
     return not any(isinstance(number, SymInt) for number in numbers)
 
@@ -88,7 +85,7 @@ def outputs_of(graph: Graph) -> list[object]:
 
 
 def written_by(node: Node) -> list[object]:
-    """Returns the keys of the storages that ``node`` writes to."""
+    """Returns keys of the storages that ``node`` writes to."""
     schema = schema_of(node.target) if node.op == "call_function" else None
     if schema is None or not schema.is_mutable:
         return []
@@ -142,7 +139,6 @@ def counted_from_the_beginning(nodes: Iterable[Node]) -> set[Node]:
 
 
 def counts_from_the_beginning(node: Node) -> bool:
-    """Returns whether ``node`` reads an input by an absolute offset into the storage."""
     if node.op != "call_function":
         return False
     if isinstance(node.target, HigherOrderOperator):
@@ -173,7 +169,6 @@ def first_use(node: Node, order: dict[Node, int]) -> Node | None:
 
 
 def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
-    """Returns a copy of ``graph``, and a map from its nodes to their copies."""
     copy, became = Graph(graph.owning_module), dict[Node, Node]()
     share_calling_convention(copy, graph)
     for node in graph.nodes:

@@ -99,7 +99,6 @@ def insert_synchronous(
 
 
 def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: Choice, config: OffloadConfig) -> None:
-    """Does the work of :func:`insert_synchronous` in place."""
     output = forward.output_node()
     outputs = outputs_of(forward)
     inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
@@ -178,12 +177,10 @@ insert_asynchronous = on_a_copy(insert_asynchronous_in_place)
 
 
 def _keep_layouts(forward: Graph, leaving: Iterable[Node]) -> None:
-    """Has Inductor keep the strides of ``leaving`` values, as it does for results of ``forward``, which they no longer
-    are.
+    """Has Inductor keep the strides of ``leaving`` values as it did when they were results of ``forward``.
 
-    Inductor may choose other strides for a value that is not a result. A product that reads a transposed value in other
-    strides sums in another order and returns other bits. In graphs with convolutions, Inductor gives four-dimensional
-    values the strides that convolutions prefer, with or without offload.
+    In other strides a product would sum in another order and return other bits. In graphs with convolutions, Inductor
+    gives four-dimensional values the strides that convolutions prefer, with or without offload.
     """
     has_convolutions = any(forward.find_nodes(op="call_function", target=target) for target in CONVOLUTIONS)
     for node in leaving:
@@ -199,10 +196,7 @@ Geometry: TypeAlias = tuple[list[int | Node], list[int | Node]]
 
 
 def insert_offload(graph: Graph, group: Group, text: str, window: int, region: str | None) -> Node:
-    """Inserts the offload of ``group`` directly after its base; returns the host tensor.
-
-    ``window``: see ``order.sink_waits_in_place``.
-    """
+    """Inserts the offload of ``group`` after its base. ``window``: see ``order.sink_waits_in_place``."""
     base = group.base
     value: Tensor = base.meta["val"]
     arguments: dict[str, Argument] = {"config": text, "window": window}
@@ -221,8 +215,7 @@ def insert_offload(graph: Graph, group: Group, text: str, window: int, region: s
 
 
 def insert_reload(graph: Graph, group: Group, host: Node, text: str, window: int) -> Node:
-    """Inserts the reload of ``group`` at the insertion point; returns the device tensor. ``window``: see
-    ``order.prefetch_in_place``."""
+    """Inserts the reload of ``group`` at the insertion point. ``window``: see ``order.prefetch_in_place``."""
     value: Tensor = group.base.meta["val"]
     reload = graph.call_function(ops.reload, (host, value.device), {"config": text, "window": window})
     reload.meta = {"val": value}
@@ -237,7 +230,7 @@ def insert_reload(graph: Graph, group: Group, host: Node, text: str, window: int
 
 
 def geometry_of(graph: Graph, node: Node | None, value: Tensor) -> Geometry:
-    """Returns sizes and strides of ``value``; symbolic ones are read from ``node`` at the insertion point."""
+    """Returns sizes and strides of ``value``; symbolic ones are read from ``node``."""
 
     def as_argument(number: int | SymInt, operator: object, dim: int) -> int | Node:
         if isinstance(number, int):
@@ -256,7 +249,7 @@ def geometry_of(graph: Graph, node: Node | None, value: Tensor) -> Geometry:
 def view_over(
     graph: Graph, whole: Node, group: Group, value: Tensor, geometry: Geometry, name: str | None = None
 ) -> Node:
-    """Inserts ``value`` at the insertion point as a view of ``whole``, which has the bytes of ``group``."""
+    """Inserts ``value`` as a view of ``whole``, which has the bytes of ``group``."""
     assert hint(group.base.meta["val"].storage_offset()) == 0  # a reload begins its storage
     arguments = cast(tuple[Argument, ...], (whole, *geometry, hint(value.storage_offset())))
     view = graph.create_node("call_function", _aten.as_strided.default, arguments, name=name)
@@ -274,10 +267,9 @@ def on_nodes(choice: Choice, became: Callable[[Node], Node]) -> Choice:
 
 
 def region_of(choice: Choice) -> str:
-    """Returns the text in the first offload of a graph: a name for the graph, and its kept bytes as
-    ``reason=bytes,...``.
+    """Returns the text in a graph's first offload: a name for the graph, and its kept bytes as ``reason=bytes,...``.
 
-    The name is a digest of the moved values, so that another process finds the graph in the compiler's caches.
+    The name is a digest of the moved values, equal in each process, so that compilers' caches find the graph.
     """
     moved = ";".join(f"{group.base.name} {tuple(group.base.meta['val'].shape)}" for group in choice.groups)
     kept: dict[KeepReason, int] = {}
@@ -302,7 +294,6 @@ def insert_report(graph: Graph, choice: Choice, config: OffloadConfig) -> None:
 
 
 def is_report(node: Node) -> bool:
-    """Returns whether an offload moves nothing, as inserted by :func:`insert_report`."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and is_static(value) and value.numel() == 0
 
@@ -325,13 +316,11 @@ def _host_meta(value: Tensor, member: Node) -> dict[str, object]:
 
 # -- in the graphs of AOTAutograd --------------------------------------------------------------------------------------
 
-#: Logs the fate of each value of a graph.
 _logger = logging.getLogger("eager_offload.compile")
 
 
 class _Thread(threading.local):
     text: str | None = None
-    """The configuration for which the calling thread compiles."""
 
 
 _thread = _Thread()
@@ -353,23 +342,20 @@ def compiling_for(text: str) -> Iterator[None]:
 
 @cache
 def patches() -> tuple[Patch, ...]:
-    """Returns patches by which AOTAutograd offloads when the library's hooks are in force; none if this torch has no
-    place.
+    """Returns patches by which AOTAutograd offloads when the library's hooks are in force; none if this torch lacks
+    support.
 
-    Transforms of ``torch.func`` are then traced as without hooks: the graph contains their saves like all others.
+    Transforms of ``torch.func`` are then traced as without hooks: the graph contains their saves.
     """
     splits = on_splits(_offload_between)
     return (*splits, *on_bans_of_hooks(lambda: configuration_on_top() is not None)) if splits else ()
 
 
 def _offload_between(forward: GraphModule, backward: GraphModule, num_outputs: int, parameters: Sequence[int]) -> bool:
-    """Moves the values that ``forward`` saves for ``backward``; replaces AOTAutograd's tracing of hooks into its
-    graphs.
+    """Offloads between ``forward`` and ``backward``, in place of AOTAutograd's tracing of hooks into them.
 
     Args:
-        forward: returns ``num_outputs`` outputs of the user, then the saved values.
-        backward: takes the saved values as inputs, under the names of their forward nodes.
-        num_outputs: the number of user outputs of ``forward``.
+        forward, backward, num_outputs: as in :func:`insert_synchronous`.
         parameters: positions of the forward inputs that are parameters and buffers.
 
     Returns:

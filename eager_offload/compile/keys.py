@@ -71,7 +71,7 @@ def text_of(config_key: str, fraction: float) -> str:
 
 
 def read_text(text: str) -> tuple[str, float | None]:
-    """Returns the configuration's own text, and the plan's fraction of the movable bytes if there is one."""
+    """Returns the configuration's own text and the plan's fraction, if any."""
     config_key, _, fraction = text.partition("\n")
     return config_key, float(fraction) if fraction else None
 

@@ -49,8 +49,6 @@ from eager_offload.torch_private.inductor import (
 
 
 class _Leaving(NamedTuple):
-    """An offload that was started and not waited for yet."""
-
     host: Node
     wait: Node
     nbytes: int
@@ -108,7 +106,6 @@ sink_waits = on_a_copy(sink_waits_in_place)
 
 
 def _waits(graph: Graph, operation: OpOverload) -> dict[Node, Node]:
-    """Returns the wait of each transfer of that kind, if it has one."""
     return {
         node.args[0]: node
         for node in graph.find_nodes(op="call_function", target=ops.wait_tensor)
@@ -140,7 +137,6 @@ class _Arriving:
     #: The position of its first use, and the earliest position at which it may start.
     needed: int = 0
     earliest: int = 0
-    #: The position at which it starts.
     start: int = 0
     #: The index, in order of use, of the last reload whose use must come before this one starts; -1 for none.
     behind: int = -1
@@ -206,17 +202,16 @@ prefetch = on_a_copy(prefetch_in_place)
 
 
 def _last_of(places: Collection[int], count: int) -> list[int]:
-    """Returns, for each position up to ``count``, the last of ``places`` before; -1 for none."""
+    """Returns, for each position up to ``count``, the last of ``places`` before it; -1 for none."""
     found = set(places)
     return list(accumulate((n if n in found else -1 for n in range(count)), max, initial=-1))
 
 
 def _ends_of_products(graph: Graph, fixed: Sequence[Node], results: Sequence[int]) -> list[int]:
-    """Returns the positions of products' results in ``fixed`` behind which the next product shares no input with this
-    one.
+    """Returns the positions of products' results after which the next product shares no input with the last.
 
-    One kernel computes an input of two products, in the layouts of both. A reload between the products would delay the
-    second one, and split its part off this kernel. Inputs that are in memory anyway do not count.
+    One kernel computes an input of two products, in the layouts of both; a reload between the products would split this
+    kernel. Inputs that are in memory anyway do not count.
     """
     made = (node for node in graph.nodes if node.target in ops.OPERATIONS or node.op == "placeholder")
     in_memory = {storage_of(node) for node in (*made, *[fixed[place] for place in results])} | {None}
@@ -233,8 +228,7 @@ def _ends_of_products(graph: Graph, fixed: Sequence[Node], results: Sequence[int
 
 
 def _early_views(reload: Node) -> list[Node]:
-    """Returns the views of ``reload`` before its first use, in order. Views read no bytes, so they may move behind the
-    wait."""
+    """Returns the views of ``reload`` before its first use. They read no bytes, so they may move behind the wait."""
     key = storage_of(reload)
     views, pending, first = list[Node](), [reload], None
     while pending:
@@ -251,7 +245,6 @@ def _early_views(reload: Node) -> list[Node]:
 
 
 def _locate(arriving: Sequence[_Arriving], fixed: Sequence[Node]) -> None:
-    """Sets ``needed`` and ``earliest``."""
     place = {node: position for position, node in enumerate(fixed)}
     inputs = sum(node.op == "placeholder" for node in fixed)
     for one in arriving:
@@ -265,7 +258,7 @@ def _locate(arriving: Sequence[_Arriving], fixed: Sequence[Node]) -> None:
 
 
 def _hold_back(arriving: Sequence[_Arriving], cap_bytes: int) -> None:
-    """Delays starts so that reloads keep within the cap and start in order of use."""
+    """Delays starts to keep within the cap and in order of use."""
     open_bytes, first_open, latest = 0, 0, 0
     for number, one in enumerate(arriving):
         while first_open < number and (open_bytes + one.nbytes > cap_bytes or cap_bytes == 0):
@@ -387,7 +380,6 @@ def _end(transfer: Node) -> Node:
 
 
 def _is_result(node: Node) -> bool:
-    """Returns whether ``node`` is the (first) tensor that a product returns."""
     if node.target is operator.getitem:
         return bool(node.args[1] == 0) and counts_flops(cast(Node, node.args[0]))
     return counts_flops(node) and tensor_of(node) is not None
@@ -450,7 +442,6 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
         return [each for one in several for each in (one._inner_passes() if isinstance(one, OrderTransfers) else [one])]
 
 
-#: The option of Inductor for the pass.
 _OPTION = "post_grad_custom_post_pass"
 _users: Living[object] = Living()  # weak, without callbacks in Python: an `Offload` may be freed at any point
 _lock = ForkSafeLock()
@@ -467,7 +458,7 @@ def install(user: object) -> None:
 
 
 def uninstall(user: object) -> None:
-    """Removes a user, and the pass after the last one, unless another library has wrapped the pass."""
+    """Removes a user; the last one removes the pass, unless another library has wrapped it."""
     with _lock.lock:
         _users.discard(user)
         if not _users and isinstance(present := getattr(inductor_config, _OPTION), OrderTransfers):
@@ -486,10 +477,8 @@ def with_pass(options: Mapping[str, Any], text: str | None = None) -> dict[str, 
 
 
 class OffloadedModule(OptimizedModule):
-    """A module of ``torch.compile`` whose calls run in a ``with offload``.
-
-    A copy is compiled again, as torch does it, and served by a copy of the ``Offload``.
-    """
+    """A module of ``torch.compile`` whose calls run in a ``with offload``. Its copies are compiled again, as torch does
+    it."""
 
     def __reduce__(self) -> Any:
         (inside,) = self.children()
@@ -497,9 +486,8 @@ class OffloadedModule(OptimizedModule):
 
 
 def serve(compiled: nn.Module, offload: Any) -> nn.Module:
-    """Has calls of ``compiled``, made by ``torch.compile``, run in a ``with offload``."""
     compiled.__class__ = OffloadedModule
-    vars(compiled)["eager_offload"] = offload  # setattr would set it on the inner module
+    vars(compiled)["eager_offload"] = offload  # setattr would go to the inner module
     compiled.forward = offload.around(compiled.forward)
     return compiled
 

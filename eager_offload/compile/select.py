@@ -109,7 +109,6 @@ class Group:
     members: tuple[Node, ...]
     """The saved values in save order; may contain ``base``."""
     nbytes: int
-    """Bytes of the copy."""
     gathered: bool = False
     """Whether only the elements of ``base``, a view with gaps and the only member, are copied, without the gaps."""
     counted: bool = False
@@ -118,11 +117,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Choice:
-    """The groups that move, and the kept values with their reasons."""
-
     groups: tuple[Group, ...]
     windows: Windows = field(compare=False)
-    """The limits of the transfers."""
     kept: dict[Node, KeepReason] = field(default_factory=dict)
     outcome: Outcome | None = None
     """The planner's prediction, if the planner decided."""
@@ -182,7 +178,7 @@ def choose(
 
 
 def choose_nothing(forward: Graph, num_outputs: int) -> Choice:
-    """Keeps all values that ``forward`` saves after its ``num_outputs`` user outputs, because a pass failed."""
+    """Keeps all values that ``forward`` saves, because a pass failed."""
     saved = (node for node in outputs_of(forward)[num_outputs:] if isinstance(node, Node))
     return Choice((), Windows(1, 1), {node: KeepReason.FAILED for node in saved if tensor_of(node) is not None})
 
@@ -206,9 +202,9 @@ def choose_among(
         users: the backward users of each saved value. Users in a ``no_offload`` region keep their inputs.
         order: positions of the users.
         returned: the values that the user gets.
-        counted: the saved values in ``graphs.counted_from_the_beginning`` of the backward.
-        step: builds the step for the planner, if the planner decides.
-        has_regions: the result of ``graphs.calls_regions``; if true, all values are kept.
+        counted: saved values that the backward reads by absolute offsets.
+        step: builds the step for the planner.
+        has_regions: whether regions hide aliases; then all values are kept.
         fraction, whole: as in :func:`choose`.
     """
     _require_aliases(graph)
@@ -329,8 +325,8 @@ def _groups(members: Sequence[Node], sharing: Sequence[Node], *, counted: bool) 
 def _base_of(members: Sequence[Node], candidates: Iterable[Node]) -> Node | None:
     """Returns the node whose bytes are copied for ``members``; ``None`` if there is none.
 
-    Views are rebuilt by their offset in the storage, so the base of a view is a value that covers the storage. A saved
-    value that is its own base needs no view: cheaper, most of all with dynamic shapes.
+    Views are rebuilt by their offset in the storage, so their base covers the storage. A saved value that is its own
+    base needs no view, which is cheaper with dynamic shapes.
     """
     whole = _whole_of(members, candidates)
     if whole is not None:
@@ -374,12 +370,11 @@ def _travels_alone(value: Tensor) -> bool:
 
 
 def _is_lazy(value: Tensor) -> bool:
-    """Returns whether ``value`` is an unresolved conjugate or negative: its bytes differ from its elements."""
     return value.is_conj() or value.is_neg()
 
 
 def _is_generator_state(node: Node) -> bool:
-    """Returns whether ``node`` is a random-generator state that an operator saved for its recomputation."""
+    """Returns whether ``node`` is a random-generator state, saved for a recomputation."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(source, Node) or getattr(source.target, "__name__", "") != "run_and_save_rng_state":
         return False
