@@ -1,45 +1,46 @@
-"""The three operations that compiled code moves bytes with, and one for elements that were gathered.
+"""The operators with which compiled code transfers bytes, and one for gathered elements.
 
-``offload`` returns a host tensor of the source's size and strides, which stands for its bytes; ``reload`` returns a
-tensor like that one on ``device``. With ``wait=False`` they only start the transfer: before the result of a reload is
-read, and before the source of an offload is written over or let go of, comes ``wait_tensor``, with the result of the
-transfer and with its source as ``keepalive``.
+``offload`` returns a host tensor with the size and strides of the source; ``reload`` returns a tensor with the size and
+strides of the host tensor on ``device``. With ``wait=False`` they only start the copy. Then ``wait_tensor``, called
+with the result and the source, must come before the source of an offload is overwritten or freed, and before the result
+of a reload is read.
 
-    host = offload(x, wait=False)        # the copy starts
-    ...                                  # whatever does not change x
-    wait_tensor(host, x)                 # x may go from here on
+    host = offload(x, wait=False)        # starts the copy
+    ...                                  # x must not change
+    wait_tensor(host, x)                 # x may be freed from here on
 
     y = reload(host, device, wait=False)
     ...
     wait_tensor(y, host)
     y.sum()
 
-``config`` is :meth:`OffloadConfig.to_text`; the innermost :class:`Offload` of that configuration that is active on the
-calling thread does the work and counts it. ``after`` is a tensor that has to exist first, and nothing else: compilers
-keep an order only where data flows. ``region`` goes with the first offload of a graph: what the graph keeps, for the
-stats. A graph that moves nothing offloads an empty tensor to say so. ``window`` is what the graph's transfers that way
-keep to, in bytes: for the pass that orders them, and for the stats.
+Arguments:
 
-``spread`` puts elements that travelled without what lay between them back in their places. Kernels choose the order of
-a summation by strides and alignment. So a value that left gathered comes back with the strides that it had, and, modulo
-the alignment that counts, at the address.
+- ``config``: the text of :meth:`OffloadConfig.to_text`. The innermost active :class:`Offload` of that configuration on
+  the calling thread does the work and counts it.
+- ``after``: a tensor that must be computed before. It only adds a dependency, because compilers keep only the order of
+  data flow.
+- ``region``: in the first offload of a graph, the kept bytes, for the stats. A graph that moves nothing offloads an
+  empty tensor with it.
+- ``window``: the limit in bytes of the graph's transfers in that direction, for the pass that orders them and for the
+  stats.
 
-[Note: a wait is a mutation]
-No operation returns its input: compilers take the result of an operation for memory of its own, reuse it, and
-gradients come out wrong. So ``wait_tensor`` returns nothing and is declared to write to its first argument, which is
-what happens: the bytes of a transfer appear there. Functionalization would replace what it writes to by a copy, so
-passes put waits into graphs that have been functionalized.
+``spread`` copies gathered elements to their strides, and to their address modulo the alignment: kernels choose the
+order of a summation by strides and alignment.
 
-[Note: the host tensor]
-Between the forward graph and the backward graph only tensors can travel. An offload returns a CPU tensor of the
-source's size and strides over the very memory of its slot: pinned or plain memory, or a mapping of the spill file,
-which takes no memory as long as it is not read. Its storage owns :class:`HostBytes`, and when it goes the slot goes
-back. So lifetime belongs to autograd here too: ``retain_graph``, several backwards and graphs that are never run
-backward need no more than that. Only a reload knows where the bytes are: after a failed write they are elsewhere, and
-on an accelerator the wait is a stream's, not that of a reader of host memory. On a CPU, a host tensor whose bytes did
-arrive shows them.
+[Note: waits as mutations]
+No operator returns its input: compilers would reuse the memory of the "new" result, and gradients would be wrong. So
+``wait_tensor`` returns nothing and is declared to write to its first argument, in which the bytes of a transfer appear.
+Functionalization would replace a written tensor by a copy, so passes insert waits after it.
 
-A graph was planned as a whole before it runs, so nothing here decides: the device's offloader does what the graph says.
+[Note: host tensors]
+Only tensors pass from the forward graph to the backward graph. So an offload returns a CPU tensor over the memory of
+its slot: pinned or plain memory, or a mapping of the spill file, which takes no memory until it is read. The storage of
+this tensor owns a :class:`HostBytes`, and returns the slot when autograd frees the tensor. This covers
+``retain_graph``, several backwards, and graphs without a backward. Read the bytes only through ``reload``: after a
+failed write they are elsewhere, and on an accelerator only a stream waits for them.
+
+The transfers of a graph were decided when it was compiled, so the offloader decides nothing here.
 """
 
 from __future__ import annotations
@@ -68,8 +69,7 @@ from eager_offload.torch_private.calls import OpOverload, library, set_over
 from eager_offload.torch_private.memory import span_of
 
 _library = library("eager_offload", "DEF")
-#: A CUDA graph would replay the kernels around them and not what the host does here. (The strides with which Inductor
-#: hands tensors over are the business of lowering.py.)
+#: A CUDA graph would replay the kernels without the host's transfers. (For strides see lowering.py.)
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _library.define(
     'offload(Tensor source, *, str config="", bool wait=True, Tensor? after=None, str? region=None, int window=0) '
@@ -87,13 +87,13 @@ offload = torch.ops.eager_offload.offload.default
 reload = torch.ops.eager_offload.reload.default
 spread = torch.ops.eager_offload.spread.default
 wait_tensor = torch.ops.eager_offload.wait_tensor.default
-#: Those that move bytes.
+#: The operators that transfer bytes.
 OPERATIONS = (offload, reload, wait_tensor)
 for _operation in OPERATIONS:
     torch.fx.has_side_effect(_operation)
 
 
-#: The attribute of a storage that holds what it owns: torch keeps the Python object of a storage, with its attributes.
+#: The attribute by which a storage owns an object: torch keeps the Python object of a storage, with its attributes.
 _OWNED = "_eager_offload"
 _CAPTURED = "compiled code that offloads was called"
 _OUT_OF_ROOM = (
@@ -112,7 +112,7 @@ class _Record(BytesRecord["HostBytes"]):
 
 
 class HostBytes:
-    """The bytes that a host tensor stands for. Its storage owns it, and nothing else does."""
+    """The bytes of a host tensor, whose storage is the only owner."""
 
     __slots__ = (
         *("__weakref__", "alignment_offset", "failure", "is_pending", "kept", "nbytes", "offloader", "record", "slot"),
@@ -123,33 +123,34 @@ class HostBytes:
         self, offloader: DeviceOffloader, source: Tensor, slot: Slot | None, counters: Counters, kept_bytes: int
     ) -> None:
         self.record = _Record(self, offloader.on_death)
-        self.record.save(counters, source.nbytes, KeepReason.BUDGET, source.nbytes)  # until it is on its way
+        self.record.save(counters, source.nbytes, KeepReason.BUDGET, source.nbytes)  # until the copy starts
         self.record.keep_beside(kept_bytes)
         offloader.records.add(self.record)
         self.offloader = offloader
         self.slot = slot
         self.nbytes = span_of(source)
-        #: The address of the first byte, modulo the alignment that reloads keep.
+        #: The address of the first source byte, modulo the alignment that reloads keep.
         self.alignment_offset = source.data_ptr() % ALIGNMENT
-        #: The copy out, and what made it fail.
+        #: The copy out, and its failure.
         self.transfer: Transfer | None = None
         self.failure: OffloadError | None = None
-        #: Whether its wait has not come yet.
+        #: Until `wait_tensor`.
         self.is_pending = True
-        #: A copy of bytes that could not leave, and what stands behind the compute that made it.
+        #: A copy of bytes that no tier took, and the event after the copy.
         self.kept: tuple[Tensor, Event] | None = None
 
 
 class _Arriving:
-    """A reload that a graph has asked for; the target's storage owns it."""
+    """A reload, owned by the storage of its target."""
 
     __slots__ = ("is_pending", "offloader", "transfer")
 
     def __init__(self, offloader: DeviceOffloader | None = None, transfer: Transfer | None = None) -> None:
-        #: Both ``None`` where the bytes are there already. Weak: it holds the target, whose storage owns this.
+        #: ``None`` if the bytes are there already. Weak, because the offloader holds the target, whose storage owns
+        #: this object.
         self.offloader = None if offloader is None else weakref.ref(offloader)
         self.transfer = transfer
-        #: Whether its wait has not come yet.
+        #: Until `wait_tensor`.
         self.is_pending = True
 
 
@@ -157,10 +158,9 @@ class _Arriving:
 
 
 def move_out(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None) -> Tensor:
-    """Starts to move the bytes that ``source`` spans; returns the host tensor that stands for them.
+    """Starts the copy of the bytes that ``source`` spans; returns the host tensor.
 
-    Where no tier has room, the bytes are copied to plain host memory, or else on the device: a graph has no way to keep
-    what it was compiled to let go of.
+    If no tier has room, copies the bytes to plain host memory, or else on the device: compiled code frees the source.
     """
     offloader.refuse_call(_CAPTURED)
     with offloader.crashing():
@@ -170,11 +170,11 @@ def move_out(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: 
             kept = 0 if region is None else _begin_region(transfers, region, waits=wait)
         slot = None if offloader.is_crashed else offloader.reserve(span_of(source), fallback=_OUT_OF_ROOM)
         with offloader.lock, offloader.locked() as transfers:
-            if transfers.is_crashed:  # while a tier grew
+            if transfers.is_crashed:  # crashed while a tier grew
                 slot = None
             memory = None
             if slot is not None:
-                with suppress(MemoryError):  # the system has a limit of mappings for each process
+                with suppress(MemoryError):  # each process has a limit of mappings
                     memory = slot.memory()
             stands_for = HostBytes(offloader, source, None if memory is None else slot, counters, kept)
             if slot is None or memory is None:
@@ -196,7 +196,7 @@ def move_out(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: 
 
 def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
     accounts, counters = transfers.accounts, transfers.accounts.counters
-    counters.begin(step=not contexts.thread.contexts)  # nothing of it need run inside a `with`
+    counters.begin(step=not contexts.thread.contexts)  # the graph may run outside of every `with`
     counters.compiled_regions += 1
     counters.graphs.add(region)
     if waits:
@@ -217,17 +217,18 @@ def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
 
 
 def _wait_for_offload(stands_for: HostBytes, keepalive: Tensor | None) -> None:
-    """The source may be written over once this returns (on an accelerator: by what is enqueued from then on).
+    """Waits until the source may be overwritten (on an accelerator: by work that is enqueued from then on).
 
-    From ``keepalive``, the source, the bytes are saved if they did not arrive.
+    If the copy failed, the bytes are copied from ``keepalive``, the source.
     """
     offloader, transfer = stands_for.offloader, stands_for.transfer
     if transfer is not None:
-        # Of a disk only the host learns whether a write has failed, and the source goes after this.
+        # A failed write to disk is known only to the host, and the source is freed after this: so the host waits, not a
+        # stream.
         stream = None if transfer.tier == "disk" else offloader.runtime.current_stream(offloader.device)
         failure: OffloadError | None = None
         try:
-            offloader.wait(transfer, stream, "offload", fills_window=True)  # which says how late a graph waits
+            offloader.wait(transfer, stream, "offload", fills_window=True)  # the window placed this wait
         except OffloadError as error:
             failure = error.with_traceback(None)
         with offloader.lock, offloader.locked() as transfers:
@@ -241,19 +242,19 @@ def _wait_for_offload(stands_for: HostBytes, keepalive: Tensor | None) -> None:
 
 
 def _stay(stands_for: HostBytes, source: Tensor) -> Tensor:
-    """No tier has room: the host tensor stands for a copy."""
+    """Returns a host tensor for a copy, because no tier has room."""
     stands_for.record.stay(KeepReason.BUDGET)
     kept = _keep(stands_for, source)
     if kept.device.type == "cpu":
         return _over(view_of(kept.data_ptr(), stands_for.nbytes, kept), source, stands_for)
-    # It only has to say what it stands for: nothing reads it, so it takes no memory.
+    # A placeholder without memory: only `reload` uses it.
     host = _fake_offload(source)
     host.untyped_storage().__dict__[_OWNED] = stands_for
     return host
 
 
 def _keep(stands_for: HostBytes, source: Tensor) -> Tensor:
-    """Copies what ``source`` spans into plain host memory, or where there is none on its device."""
+    """Copies the bytes that ``source`` spans to plain host memory, or to its device if the host has none."""
     offloader = stands_for.offloader
     flat, runtime = flat_bytes(resolved(source)), offloader.runtime
     stream, kept = runtime.current_stream(offloader.device), None
@@ -262,7 +263,7 @@ def _keep(stands_for: HostBytes, source: Tensor) -> Tensor:
             try:
                 kept = torch.empty_like(flat, device=device).copy_(flat)
                 break
-            except (MemoryError, RuntimeError):  # torch raises the one or the other
+            except (MemoryError, RuntimeError):  # torch raises either, depending on the device
                 continue
     if kept is None:
         raise CapacityError(
@@ -275,7 +276,8 @@ def _keep(stands_for: HostBytes, source: Tensor) -> Tensor:
 
 
 def _homes(device: torch.device, nbytes: int) -> list[torch.device]:
-    """Where a copy of bytes that no tier takes may go, the first choice in front; not to a host that is short too."""
+    """Returns the devices for a copy of bytes that no tier takes, the first choice first; no host that is short of
+    memory."""
     host = torch.device("cpu")
     if device.type != host.type:
         try:
@@ -289,7 +291,7 @@ def _homes(device: torch.device, nbytes: int) -> list[torch.device]:
 
 
 def bring_back(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
-    """Starts to bring back what ``host``, which may be a view, stands for; returns a tensor like it, on the device."""
+    """Starts the reload of ``host``, which may be a view of a host tensor; returns the device tensor."""
     offloader = stands_for.offloader
     offloader.refuse_call(_CAPTURED)
     what, found = "reload" if wait else "prefetch", None
@@ -335,16 +337,16 @@ def _start_reload(transfers: Transfers, stands_for: HostBytes, what: str) -> tup
         target, transfer = transfers.reload(stands_for.slot, layout, stream, what, after=after, held_after=False)
         return target, _Arriving(stands_for.offloader, transfer)
     target, (kept, copied) = runtime.allocate(layout, transfers.device, stream), stands_for.kept
-    runtime.wait(stream, copied)  # another stream may have made the copy
+    runtime.wait(stream, copied)  # the copy may be on another stream
     target.copy_(kept)
     done = runtime.record(stream)
-    if not runtime.query(done):  # else it would be held until the next call, which may never come
+    if not runtime.query(done):  # otherwise `kept` would be held until the next call, which may never come
         runtime.keep_until(done, kept)
     return target, _Arriving()
 
 
 def _wait_for_reload(arriving: _Arriving) -> None:
-    """What was reloaded may be read once this returns (on an accelerator: by what is enqueued from then on)."""
+    """Waits until the reloaded tensor may be read (on an accelerator: by work that is enqueued from then on)."""
     if (transfer := arriving.transfer) is not None:
         assert arriving.offloader is not None
         if (offloader := arriving.offloader()) is None:
@@ -352,7 +354,7 @@ def _wait_for_reload(arriving: _Arriving) -> None:
         failure: OffloadError | None = None
         try:
             offloader.wait(transfer, offloader.runtime.current_stream(offloader.device), "reload")
-        except OffloadError as error:  # not where the wait is interrupted: the copy goes on, into what it keeps alive
+        except OffloadError as error:  # an interrupt passes: the copy continues, and its target stays alive
             failure = error
         with offloader.lock, offloader.locked() as transfers:
             transfers.mark_consumed(transfer)
@@ -370,7 +372,7 @@ def bytes_of(host: Tensor) -> HostBytes | None:
 
 
 def resolved(tensor: Tensor) -> Tensor:
-    """``tensor``, or a copy of the same strides if its bytes are not its values: the bits for that do not travel."""
+    """Returns ``tensor``, or a copy if it is lazily conjugated or negated: those bits are not copied with the bytes."""
     if not (tensor.is_conj() or tensor.is_neg()):
         return tensor
     plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -384,16 +386,16 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def _over(memory: memoryview, source: Tensor, stands_for: HostBytes) -> Tensor:
-    """A CPU tensor like ``source`` over ``memory``; its storage owns ``stands_for``."""
+    """Returns a CPU tensor like ``source`` over ``memory``, whose storage owns ``stands_for``."""
     storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     storage.__dict__[_OWNED] = stands_for
     return torch.empty(0, dtype=source.dtype).set_(storage, 0, source.size(), source.stride())
 
 
 def _like_host(target: Tensor, host: Tensor) -> Tensor:
-    """A tensor like ``host``, which may be a view of what was offloaded, over the flat ``target``."""
+    """Returns a tensor like ``host``, which may be a view of a host tensor, over the flat ``target``."""
     if target.storage_offset() and target.device.type == "cpu":
-        # Compiled code counts from the beginning of a storage.
+        # Compiled code counts from the beginning of a storage, so the target gets a storage of its own.
         target = torch.frombuffer(view_of(target.data_ptr(), target.numel(), target), dtype=torch.uint8)
     offset = int(target.storage_offset()) // host.itemsize + int(host.storage_offset())
     empty = torch.empty(0, dtype=host.dtype, device=target.device)
@@ -408,7 +410,6 @@ def _owned_by(tensor: Tensor) -> object:
 
 
 def _refuse_autograd(operation: OpOverload, given: Tensor) -> None:
-    """There would be a gradient that is not defined."""
     if given.requires_grad and torch.is_grad_enabled():
         raise OffloadError(
             f"{operation} is part of a graph that autograd has left behind and has no gradient, but its input requires "
@@ -450,7 +451,7 @@ def _reload(
     _refuse_autograd(reload, host)
     stands_for = bytes_of(host)
     if stands_for is None:
-        tensor = _fake_reload(host, device).copy_(host)  # it holds the bytes itself
+        tensor = _fake_reload(host, device).copy_(host)  # a plain tensor has its own bytes
         tensor.untyped_storage().__dict__[_OWNED] = _Arriving()
         return tensor
     stands_for.offloader.accounts.counters.prefetch_bytes = window
@@ -499,5 +500,5 @@ for _name, _real, _fake in (
     _library.impl(_name, _real, "CompositeExplicitAutograd")
     register_fake(f"eager_offload::{_name}", _fake, lib=_library)
 for _name in ("offload", "reload", "wait_tensor"):
-    for _bit in ("Conjugate", "Negative"):  # torch would hand over a copy with other strides than the graph knows
+    for _bit in ("Conjugate", "Negative"):  # otherwise torch passes a copy, with other strides than the graph expects
         _library.impl(_name, torch.library.fallthrough_kernel, _bit)
