@@ -22,14 +22,7 @@ from torch.fx import Graph, Node
 
 from eager_offload.compile import ops
 from eager_offload.compile.decide import Estimate, bandwidth_of, counts_flops, roofline
-from eager_offload.compile.graphs import (
-    CONVOLUTIONS,
-    nbytes_of,
-    on_a_copy,
-    storage_of,
-    tensor_of,
-    written_by,
-)
+from eager_offload.compile.graphs import CONVOLUTIONS, nbytes_of, on_a_copy, storage_of, tensor_of, written_by
 from eager_offload.compile.insert import insert_asynchronous_in_place
 from eager_offload.compile.keys import cache_key, key_of
 from eager_offload.planning.machine import machine_of

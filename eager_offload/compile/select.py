@@ -25,13 +25,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from eager_offload.compile.decide import (
-    Movable,
-    Step,
-    decided,
-    returns_views,
-    step_of_pair,
-)
+from eager_offload.compile.decide import Movable, Step, decided, returns_views, step_of_pair
 from eager_offload.compile.graphs import (
     calls_regions,
     counted_from_the_beginning,
