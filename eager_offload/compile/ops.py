@@ -1,9 +1,8 @@
 """The operators with which compiled code transfers bytes, and one for gathered elements.
 
-``offload`` returns a host tensor with the size and strides of the source; ``reload`` returns a tensor with the size and
-strides of the host tensor on ``device``. With ``wait=False`` they only start the copy. Then ``wait_tensor``, called
-with the result and the source, must come before the source of an offload is overwritten or freed, and before the result
-of a reload is read.
+``offload`` returns a host tensor like the source; ``reload`` returns a tensor like the host tensor on ``device``. With
+``wait=False`` they only start the copy. Then call ``wait_tensor`` with the result and the source, before the source of
+an offload is overwritten or freed, and before the result of a reload is read.
 
     host = offload(x, wait=False)        # starts the copy
     ...                                  # x must not change
@@ -16,31 +15,27 @@ of a reload is read.
 
 Arguments:
 
-- ``config``: the text of :meth:`OffloadConfig.to_text`. The innermost active :class:`Offload` of that configuration on
-  the calling thread does the work and counts it.
-- ``after``: a tensor that must be computed before. It only adds a dependency, because compilers keep only the order of
-  data flow.
-- ``region``: in the first offload of a graph, the kept bytes, for the stats. A graph that moves nothing offloads an
-  empty tensor with it.
-- ``window``: the limit in bytes of the graph's transfers in that direction, for the pass that orders them and for the
-  stats.
+- ``config``: from :meth:`OffloadConfig.to_text`. The thread's innermost active :class:`Offload` of this configuration
+  does the work and counts it.
+- ``after``: a tensor that must be computed before: compilers keep only the order of data flow.
+- ``region``: the graph's kept bytes, for the stats; in its first offload. A graph that moves nothing offloads an empty
+  tensor to pass them.
+- ``window``: the limit in bytes of the graph's transfers in this direction, for the ordering pass and the stats.
 
 ``spread`` copies gathered elements to their strides, and to their address modulo the alignment: kernels choose the
 order of a summation by strides and alignment.
 
 [Note: waits as mutations]
-No operator returns its input: compilers would reuse the memory of the "new" result, and gradients would be wrong. So
-``wait_tensor`` returns nothing and is declared to write to its first argument, in which the bytes of a transfer appear.
-Functionalization would replace a written tensor by a copy, so passes insert waits after it.
+No operator returns its input: compilers would reuse the memory of the result, and gradients would be wrong. So
+``wait_tensor`` returns nothing and is declared to write to its first argument, where the bytes of the transfer appear.
+Functionalization would replace a written tensor by a copy, so waits are inserted after functionalization.
 
 [Note: host tensors]
 Only tensors pass from the forward graph to the backward graph. So an offload returns a CPU tensor over the memory of
-its slot: pinned or plain memory, or a mapping of the spill file, which takes no memory until it is read. The storage of
-this tensor owns a :class:`HostBytes`, and returns the slot when autograd frees the tensor. This covers
-``retain_graph``, several backwards, and graphs without a backward. Read the bytes only through ``reload``: after a
-failed write they are elsewhere, and on an accelerator only a stream waits for them.
-
-The transfers of a graph were decided when it was compiled, so the offloader decides nothing here.
+its slot: pinned or plain memory, or a mapping of the spill file, which takes no memory until it is read. The tensor's
+storage owns a :class:`HostBytes`, which returns the slot when autograd frees the tensor. This covers ``retain_graph``,
+several backwards, and graphs without a backward. Only ``reload`` can read the bytes: after a failed write they are
+elsewhere, and on an accelerator a stream waits for them, not the host.
 """
 
 from __future__ import annotations
@@ -140,14 +135,14 @@ class HostBytes:
         self.kept: tuple[Tensor, Event] | None = None
 
 
-class _Arriving:
+class _Reload:
     """A reload, owned by the storage of its target."""
 
     __slots__ = ("is_pending", "offloader", "transfer")
 
     def __init__(self, offloader: DeviceOffloader | None = None, transfer: Transfer | None = None) -> None:
-        #: ``None`` if the bytes are there already. Weak, because the offloader holds the target, whose storage owns
-        #: this object.
+        #: ``None`` if the bytes are there already. Weak: the offloader holds the target, whose storage owns this
+        #: object.
         self.offloader = None if offloader is None else weakref.ref(offloader)
         self.transfer = transfer
         #: Until `wait_tensor`.
@@ -176,21 +171,21 @@ def move_out(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: 
             if slot is not None:
                 with suppress(MemoryError):  # each process has a limit of mappings
                     memory = slot.memory()
-            stands_for = HostBytes(offloader, source, None if memory is None else slot, counters, kept)
+            host_bytes = HostBytes(offloader, source, None if memory is None else slot, counters, kept)
             if slot is None or memory is None:
-                host = _stay(stands_for, source)
+                host = _stay(host_bytes, source)
             else:
-                host = _over(memory, source, stands_for)
-                record, storage = stands_for.record, source.untyped_storage()
-                transfer = Transfer(slot, stands_for.nbytes, record.counters, record, storage)
+                host = _over(memory, source, host_bytes)
+                record, storage = host_bytes.record, source.untyped_storage()
+                transfer = Transfer(slot, host_bytes.nbytes, record.counters, record, storage)
                 transfers.add_resident(transfer.nbytes, transfer)
                 stream = transfers.runtime.current_stream(transfers.device)
                 transfers.offload(flat_bytes(source), slot, stream, transfer, at_once=True)
-                stands_for.transfer = transfer
+                host_bytes.transfer = transfer
             if transfers.transfer_log.on_entry is not None:
-                transfers.transfer_log.write(GraphOffloaded(stands_for.record, region or ""))
+                transfers.transfer_log.write(GraphOffloaded(host_bytes.record, region or ""))
     if wait:
-        _wait_for_offload(stands_for, source)
+        _wait_for_offload(host_bytes, source)
     return host
 
 
@@ -216,14 +211,14 @@ def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
     return counters.kept_by_graph(region)
 
 
-def _wait_for_offload(stands_for: HostBytes, keepalive: Tensor | None) -> None:
-    """Waits until the source may be overwritten (on an accelerator: by work that is enqueued from then on).
+def _wait_for_offload(host_bytes: HostBytes, keepalive: Tensor | None) -> None:
+    """Waits until the source may be overwritten (on an accelerator: by work enqueued from then on).
 
-    If the copy failed, the bytes are copied from ``keepalive``, the source.
+    After a failed copy, copies the bytes from ``keepalive``, the source.
     """
-    offloader, transfer = stands_for.offloader, stands_for.transfer
+    offloader, transfer = host_bytes.offloader, host_bytes.transfer
     if transfer is not None:
-        # A failed write to disk is known only to the host, and the source is freed after this: so the host waits, not a
+        # Only the host learns of a failed write to disk. The source is freed after this, so the host waits and not a
         # stream.
         stream = None if transfer.tier == "disk" else offloader.runtime.current_stream(offloader.device)
         failure: OffloadError | None = None
@@ -232,34 +227,34 @@ def _wait_for_offload(stands_for: HostBytes, keepalive: Tensor | None) -> None:
         except OffloadError as error:
             failure = error.with_traceback(None)
         with offloader.lock, offloader.locked() as transfers:
-            stands_for.is_pending = False
+            host_bytes.is_pending = False
             transfers.complete(transfer, failure)
-            if (failure := stands_for.failure) is not None:
+            if (failure := host_bytes.failure) is not None:
                 if keepalive is None:
                     raise failure
-                _keep(stands_for, keepalive)
-    stands_for.is_pending = False
+                _keep(host_bytes, keepalive)
+    host_bytes.is_pending = False
 
 
-def _stay(stands_for: HostBytes, source: Tensor) -> Tensor:
-    """Returns a host tensor for a copy, because no tier has room."""
-    stands_for.record.stay(KeepReason.BUDGET)
-    kept = _keep(stands_for, source)
+def _stay(host_bytes: HostBytes, source: Tensor) -> Tensor:
+    """Returns a host tensor for a copy of the source."""
+    host_bytes.record.stay(KeepReason.BUDGET)
+    kept = _keep(host_bytes, source)
     if kept.device.type == "cpu":
-        return _over(view_of(kept.data_ptr(), stands_for.nbytes, kept), source, stands_for)
+        return _over(view_of(kept.data_ptr(), host_bytes.nbytes, kept), source, host_bytes)
     # A placeholder without memory: only `reload` uses it.
     host = _fake_offload(source)
-    host.untyped_storage().__dict__[_OWNED] = stands_for
+    host.untyped_storage().__dict__[_OWNED] = host_bytes
     return host
 
 
-def _keep(stands_for: HostBytes, source: Tensor) -> Tensor:
+def _keep(host_bytes: HostBytes, source: Tensor) -> Tensor:
     """Copies the bytes that ``source`` spans to plain host memory, or to its device if the host has none."""
-    offloader = stands_for.offloader
+    offloader = host_bytes.offloader
     flat, runtime = flat_bytes(resolved(source)), offloader.runtime
     stream, kept = runtime.current_stream(offloader.device), None
     with runtime.enter(stream):
-        for device in _homes(source.device, stands_for.nbytes):
+        for device in _homes(source.device, host_bytes.nbytes):
             try:
                 kept = torch.empty_like(flat, device=device).copy_(flat)
                 break
@@ -267,16 +262,16 @@ def _keep(stands_for: HostBytes, source: Tensor) -> Tensor:
                 continue
     if kept is None:
         raise CapacityError(
-            f"neither a tier nor the memory of the host or of {source.device} has room for {stands_for.nbytes} bytes, "
+            f"neither a tier nor the memory of the host or of {source.device} has room for {host_bytes.nbytes} bytes, "
             "and compiled code cannot keep the tensor: raise host_budget or disk_budget, or compile with a larger "
             "min_bytes"
         )
-    stands_for.kept, stands_for.slot = (kept, runtime.record(stream)), None
+    host_bytes.kept, host_bytes.slot = (kept, runtime.record(stream)), None
     return kept
 
 
 def _homes(device: torch.device, nbytes: int) -> list[torch.device]:
-    """Returns the devices for a copy of bytes that no tier takes, the first choice first; no host that is short of
+    """Returns the devices for a copy of bytes that no tier takes, in order of preference; the host only if it has
     memory."""
     host = torch.device("cpu")
     if device.type != host.type:
@@ -290,66 +285,66 @@ def _homes(device: torch.device, nbytes: int) -> list[torch.device]:
 # -- backward -----------------------------------------------------------------------------------------------------
 
 
-def bring_back(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
+def bring_back(host_bytes: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
     """Starts the reload of ``host``, which may be a view of a host tensor; returns the device tensor."""
-    offloader = stands_for.offloader
+    offloader = host_bytes.offloader
     offloader.refuse_call(_CAPTURED)
     what, found = "reload" if wait else "prefetch", None
     with offloader.lock, offloader.locked() as transfers:
         transfers.poll()
-        if stands_for.is_pending:
+        if host_bytes.is_pending:
             raise OffloadError(
                 "reload was called before the offload was waited for: put eager_offload::wait_tensor between "
                 "eager_offload::offload(..., wait=False) and the reload of its result"
             )
-        if stands_for.record.state is not KEPT:
-            stands_for.record.on_unpack(resident=False)
+        if host_bytes.record.state is not KEPT:
+            host_bytes.record.on_unpack(resident=False)
         with suppress(torch.OutOfMemoryError, MemoryError):
-            found = _start_reload(transfers, stands_for, what)
+            found = _start_reload(transfers, host_bytes, what)
     if found is None:
         offloader.make_room()
         failure: Exception | None = None
         with offloader.lock, offloader.locked() as transfers:
             try:
-                found = _start_reload(transfers, stands_for, what)
+                found = _start_reload(transfers, host_bytes, what)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 failure = error
         if failure is not None:
             raise failure
         assert found is not None
-    target, arriving = found
+    target, pending = found
     tensor = _like_host(target, host)
-    tensor.untyped_storage().__dict__[_OWNED] = arriving
+    tensor.untyped_storage().__dict__[_OWNED] = pending
     if wait:
-        _wait_for_reload(arriving)
+        _wait_for_reload(pending)
     return tensor
 
 
-def _start_reload(transfers: Transfers, stands_for: HostBytes, what: str) -> tuple[Tensor, _Arriving]:
+def _start_reload(transfers: Transfers, host_bytes: HostBytes, what: str) -> tuple[Tensor, _Reload]:
     runtime = transfers.runtime
     stream = runtime.current_stream(transfers.device)
-    layout = Layout(stands_for.nbytes, stands_for.alignment_offset)
-    if stands_for.kept is None:
-        assert stands_for.slot is not None
-        assert stands_for.transfer is not None
-        left = stands_for.transfer.event
+    layout = Layout(host_bytes.nbytes, host_bytes.alignment_offset)
+    if host_bytes.kept is None:
+        assert host_bytes.slot is not None
+        assert host_bytes.transfer is not None
+        left = host_bytes.transfer.event
         after = () if runtime.query(left) else (left,)
-        target, transfer = transfers.reload(stands_for.slot, layout, stream, what, after=after, held_after=False)
-        return target, _Arriving(stands_for.offloader, transfer)
-    target, (kept, copied) = runtime.allocate(layout, transfers.device, stream), stands_for.kept
+        target, transfer = transfers.reload(host_bytes.slot, layout, stream, what, after=after, held_after=False)
+        return target, _Reload(host_bytes.offloader, transfer)
+    target, (kept, copied) = runtime.allocate(layout, transfers.device, stream), host_bytes.kept
     runtime.wait(stream, copied)  # the copy may be on another stream
     target.copy_(kept)
     done = runtime.record(stream)
     if not runtime.query(done):  # otherwise `kept` would be held until the next call, which may never come
         runtime.keep_until(done, kept)
-    return target, _Arriving()
+    return target, _Reload()
 
 
-def _wait_for_reload(arriving: _Arriving) -> None:
-    """Waits until the reloaded tensor may be read (on an accelerator: by work that is enqueued from then on)."""
-    if (transfer := arriving.transfer) is not None:
-        assert arriving.offloader is not None
-        if (offloader := arriving.offloader()) is None:
+def _wait_for_reload(pending: _Reload) -> None:
+    """Waits until the result may be read (on an accelerator: by work enqueued from then on)."""
+    if (transfer := pending.transfer) is not None:
+        assert pending.offloader is not None
+        if (offloader := pending.offloader()) is None:
             raise OffloadError("a reload was waited for after the host tensor that it came from had gone")
         failure: OffloadError | None = None
         try:
@@ -360,7 +355,7 @@ def _wait_for_reload(arriving: _Arriving) -> None:
             transfers.mark_consumed(transfer)
         if failure is not None:
             raise failure
-    arriving.is_pending = False
+    pending.is_pending = False
 
 
 # -- tensors ------------------------------------------------------------------------------------------------------
@@ -385,10 +380,10 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return set_over(flat, storage, int(tensor.storage_offset()) * tensor.itemsize, (span_of(tensor),), (1,))
 
 
-def _over(memory: memoryview, source: Tensor, stands_for: HostBytes) -> Tensor:
-    """Returns a CPU tensor like ``source`` over ``memory``, whose storage owns ``stands_for``."""
+def _over(memory: memoryview, source: Tensor, host_bytes: HostBytes) -> Tensor:
+    """Returns a CPU tensor like ``source`` over ``memory``, whose storage owns ``host_bytes``."""
     storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    storage.__dict__[_OWNED] = stands_for
+    storage.__dict__[_OWNED] = host_bytes
     return torch.empty(0, dtype=source.dtype).set_(storage, 0, source.size(), source.stride())
 
 
@@ -449,13 +444,13 @@ def _reload(
     window: int = 0,
 ) -> Tensor:
     _refuse_autograd(reload, host)
-    stands_for = bytes_of(host)
-    if stands_for is None:
+    host_bytes = bytes_of(host)
+    if host_bytes is None:
         tensor = _fake_reload(host, device).copy_(host)  # a plain tensor has its own bytes
-        tensor.untyped_storage().__dict__[_OWNED] = _Arriving()
+        tensor.untyped_storage().__dict__[_OWNED] = _Reload()
         return tensor
-    stands_for.offloader.accounts.counters.prefetch_bytes = window
-    return bring_back(stands_for, host, wait=wait)
+    host_bytes.offloader.accounts.counters.prefetch_bytes = window
+    return bring_back(host_bytes, host, wait=wait)
 
 
 def _wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, *, after: Tensor | None = None) -> None:
@@ -463,7 +458,7 @@ def _wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, *, after: Tens
     pending = _owned_by(tensor)
     if isinstance(pending, HostBytes) and pending.is_pending:
         _wait_for_offload(pending, keepalive)
-    elif isinstance(pending, _Arriving) and pending.is_pending:
+    elif isinstance(pending, _Reload) and pending.is_pending:
         _wait_for_reload(pending)
     elif tensor.numel():
         raise OffloadError(

@@ -41,7 +41,7 @@ from eager_offload.torch_private.inductor import (
 # -- out --------------------------------------------------------------------------------------------------------------
 
 
-class _Leaving(NamedTuple):
+class _InFlight(NamedTuple):
     host: Node
     wait: Node
     nbytes: int
@@ -71,28 +71,28 @@ def sink_waits_in_place(graph: Graph, window_bytes: int) -> None:
         window_bytes: ``max_inflight_bytes``.
     """
     waits = _waits(graph, ops.offload)
-    sinking = set(waits.values())
-    flying, nbytes = deque[_Leaving](), 0
-    hosts, sources = dict[Node, _Leaving](), dict[object, _Leaving]()
+    sunk = set(waits.values())
+    in_flight, nbytes = deque[_InFlight](), 0
+    hosts, sources = dict[Node, _InFlight](), dict[object, _InFlight]()
     for node in list(graph.nodes):
-        if node in sinking:
+        if node in sunk:
             continue
-        coming = _Leaving(node, waits[node], _bytes_of(node.args[0])) if node in waits else None
+        started = _InFlight(node, waits[node], _bytes_of(node.args[0])) if node in waits else None
         needed = [one for one in (hosts.get(each) for each in node.all_input_nodes) if one is not None]
         needed += [one for one in (sources.get(key) for key in _written(node)) if one is not None]
-        while flying and (
+        while in_flight and (
             node.op == "output"
             or any(one.host in hosts for one in needed)
-            or (coming is not None and nbytes + coming.nbytes > window_bytes)
+            or (started is not None and nbytes + started.nbytes > window_bytes)
         ):
-            over = flying.popleft()
+            over = in_flight.popleft()
             node.prepend(over.wait)
             nbytes -= over.nbytes
             del hosts[over.host]
-        if coming is not None:
-            flying.append(coming)
-            nbytes += coming.nbytes
-            hosts[node] = sources[storage_of(node.args[0])] = coming
+        if started is not None:
+            in_flight.append(started)
+            nbytes += started.nbytes
+            hosts[node] = sources[storage_of(node.args[0])] = started
 
 
 sink_waits = on_a_copy(sink_waits_in_place)
@@ -119,7 +119,7 @@ def _written(node: Node) -> list[object]:
 
 
 @dataclass
-class _Arriving:
+class _Reload:
     """A reload; positions count the nodes that do not move."""
 
     reload: Node
@@ -164,21 +164,21 @@ def prefetch_in_place(
         estimate: returns the seconds that a node takes.
         margin: factor on the time of a copy.
     """
-    reloads = _waits(graph, ops.reload).items()
-    arriving = [_Arriving(reload, wait, _bytes_of(reload), _early_views(reload)) for reload, wait in reloads]
-    if not arriving:
+    waits = _waits(graph, ops.reload).items()
+    reloads = [_Reload(reload, wait, _bytes_of(reload), _early_views(reload)) for reload, wait in waits]
+    if not reloads:
         return
-    moved = {node for one in arriving for node in (one.reload, one.wait, *one.views)}
+    moved = {node for one in reloads for node in (one.reload, one.wait, *one.views)}
     fixed = [node for node in graph.nodes if node not in moved]
-    _locate(arriving, fixed)
-    arriving.sort(key=lambda one: one.needed)
+    _locate(reloads, fixed)
+    reloads.sort(key=lambda one: one.needed)
     began = list(accumulate((estimate(node) for node in fixed), initial=0.0))
     # The places at which a transfer can be pinned, and the good ones of them: see [Note: pins of transfers].
     results = [n for n, node in enumerate(fixed) if _is_result(node)]
     ends = _ends_of_products(graph, fixed, results)
     last_results, pins = _last_of(results, len(fixed)), _last_of(ends, len(fixed))
     free = float("inf")
-    for one in reversed(arriving):
+    for one in reversed(reloads):
         free = min(began[one.needed], free) - margin * one.nbytes / bandwidth
         start = max(min(bisect_right(began, free) - 1, one.needed), one.earliest)
         if pins[start] >= one.earliest:
@@ -186,8 +186,8 @@ def prefetch_in_place(
         elif last_results[start] >= one.earliest:  # between products that share an input
             start = one.earliest
         one.start = start
-    _hold_back(arriving, cap_bytes)
-    for node, place in _merged(arriving):
+    _hold_back(reloads, cap_bytes)
+    for node, place in _merged(reloads):
         fixed[place].prepend(node)
 
 
@@ -237,10 +237,10 @@ def _early_views(reload: Node) -> list[Node]:
     return sorted(view for view in views if first is None or view < first)
 
 
-def _locate(arriving: Sequence[_Arriving], fixed: Sequence[Node]) -> None:
+def _locate(reloads: Sequence[_Reload], fixed: Sequence[Node]) -> None:
     place = {node: position for position, node in enumerate(fixed)}
     inputs = sum(node.op == "placeholder" for node in fixed)
-    for one in arriving:
+    for one in reloads:
         own = {one.reload, one.wait, *one.views}
         uses = [place[user] for node in own for user in node.users if user not in own and user in place]
         one.needed = min(uses, default=len(fixed) - 1)
@@ -250,29 +250,29 @@ def _locate(arriving: Sequence[_Arriving], fixed: Sequence[Node]) -> None:
         one.earliest = min(max(inputs, *(position + 1 for position in before)), one.needed)
 
 
-def _hold_back(arriving: Sequence[_Arriving], cap_bytes: int) -> None:
+def _hold_back(reloads: Sequence[_Reload], cap_bytes: int) -> None:
     """Delays starts to keep within the cap and in order of use."""
     open_bytes, first_open, latest = 0, 0, 0
-    for number, one in enumerate(arriving):
+    for number, one in enumerate(reloads):
         while first_open < number and (open_bytes + one.nbytes > cap_bytes or cap_bytes == 0):
-            open_bytes -= arriving[first_open].nbytes
+            open_bytes -= reloads[first_open].nbytes
             first_open += 1
         one.behind = first_open - 1
         if one.behind >= 0:
-            one.start = max(one.start, arriving[one.behind].needed)
+            one.start = max(one.start, reloads[one.behind].needed)
         latest = one.start = one.needed if cap_bytes == 0 else min(max(one.start, latest), one.needed)
         open_bytes += one.nbytes
 
 
-def _merged(arriving: Sequence[_Arriving]) -> Iterator[tuple[Node, int]]:
+def _merged(reloads: Sequence[_Reload]) -> Iterator[tuple[Node, int]]:
     """Yields reloads, waits and views in one order, each with the position before which it goes.
 
     Waits come in order of use, each reload after the wait that it must follow.
     """
     started = 0
-    for number, one in enumerate(arriving):
-        while started < len(arriving):
-            other = arriving[started]
+    for number, one in enumerate(reloads):
+        while started < len(reloads):
+            other = reloads[started]
             if started > number and (other.start > one.needed or other.behind >= number):
                 break
             yield other.reload, other.start
