@@ -3,7 +3,7 @@
 [Note: budgets of graphs]
 A budget bounds the bytes of one forward and its backward, derived from the two graphs as if operators ran one by one:
 inputs and parameters for the whole step, gradients and outputs from their creation on, other values from creation to
-last use. A compiler that fuses operators uses less memory. A graph does not know memory outside of it: optimizer
+last use. A compiler that fuses operators uses less memory. A graph does not know other memory: optimizer
 states, other models, other allocations of the process. If the graph is a part of a step, it does not know either how
 many bytes the other parts keep. So a budget applies to graphs that are a whole step, which return a loss and take no
 activations. In other graphs all movable values move, which needs the least memory. ``policy="free"`` works for each

@@ -328,7 +328,8 @@ _thread = _Thread()
 
 @contextmanager
 def compiling_for(text: str) -> Iterator[None]:
-    """Offloads graphs that the calling thread compiles inside by this configuration, whatever hooks are in force."""
+    """Offloads by the configuration ``text`` in graphs that the calling thread compiles inside, whatever hooks are in
+    force."""
     if not patches():
         warn(f'torch {torch.__version__} does not let backend="eager_offload" offload inside of its graphs')
     contexts.patches.add(patches())
@@ -342,8 +343,8 @@ def compiling_for(text: str) -> Iterator[None]:
 
 @cache
 def patches() -> tuple[Patch, ...]:
-    """Returns patches by which AOTAutograd offloads when the library's hooks are in force; none if this torch lacks
-    support.
+    """Returns patches by which AOTAutograd offloads under the library's hooks; none if this torch does not support
+    them.
 
     Transforms of ``torch.func`` are then traced as without hooks: the graph contains their saves.
     """

@@ -153,7 +153,7 @@ class HookPair(NamedTuple):
 
 
 _pairs: dict[str, HookPair] = {}
-_pairs_lock = ForkSafeLock()
+_pairs_lock = ForkSafeLock()  # a second pair for a text would recompile everything
 
 
 def hook_pair(text: str) -> HookPair:

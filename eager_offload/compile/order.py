@@ -437,7 +437,7 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
 
 _OPTION = "post_grad_custom_post_pass"
 _users: Living[object] = Living()  # weak, without callbacks in Python: an `Offload` may be freed at any point
-_lock = ForkSafeLock()
+_lock = ForkSafeLock()  # `_users` and the option change together
 
 
 def install(user: object) -> None:
