@@ -142,13 +142,13 @@ def leave_inputs_out_of_peak(lowered: Any, names: Collection[str]) -> None:
 def leave_out_of_cuda_graphs(lowered: Any, reason: str, tell: Callable[[], None]) -> None:
     """Makes Inductor compile and run a graph that it lowers without cudagraphs, whatever its options say.
 
-    The same holds for its backward and for the cache entries of both, which Inductor handles by the reason. Options are
-    read once more for code generation, where with cudagraphs a graph is split at each operator that none may hold, and
-    nodes are reordered for fewer parts.
+    The same holds for its backward and for the cache entries of both, which Inductor handles by the reason. Code
+    generation reads the options again: with cudagraphs it would split the graph at each operator that a CUDA graph
+    cannot contain, and reorder nodes for fewer parts.
 
     Args:
         reason: the reason that Inductor keeps with the compiled graph, and logs.
-        tell: called when the graph is compiled, if cudagraphs were asked for.
+        tell: called when the graph is compiled, if its options enable cudagraphs.
     """
     lowered.disable_cudagraphs_reason = reason
     config = importlib.import_module("torch._inductor.config")
