@@ -1,18 +1,18 @@
 """Offloading in compiled code: passes over FX graphs, each usable alone.
 
-    choice = choose(forward, backward, num_outputs, config)            what moves, and why the rest stays
+    choice = choose(forward, backward, num_outputs, config)            # decides which values move
     pair = insert_synchronous(forward, backward, num_outputs, choice, config)
     forward = sink_waits(insert_asynchronous(pair.forward), window_bytes)
     backward = prefetch(insert_asynchronous(pair.backward), ...)
 
-Each is a function from graphs to new graphs; what it was given is as it was. On one graph of forward and backward:
+Each pass returns new graphs and leaves its arguments unchanged. On a joint graph of forward and backward:
 
     boundary = boundary_of(graph, num_outputs=1)
     choice = choose_joint(graph, boundary, config)
     graph = insert_asynchronous(insert_synchronous_joint(graph, boundary, choice, config))
 
-They ask for graphs whose nodes have the fake tensors that they stand for in ``meta["val"]``, as
-``make_fx(f, tracing_mode="fake")`` and AOTAutograd make them.
+Each node must have its fake tensor in ``meta["val"]``, as in graphs of ``make_fx(f, tracing_mode="fake")`` and of
+AOTAutograd.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "sink_waits",
 ]
 
-#: By their modules. Importing those imports what tracing needs, which takes a second: not before they are asked for.
+#: Names by module. Imported on first use, because tracing takes a second to import.
 _HOMES = {
     "insert": ("Pair", "insert_asynchronous", "insert_synchronous"),
     "joint": ("boundary_of", "choose_joint", "insert_synchronous_joint"),
@@ -51,7 +51,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a pass when it is first asked for."""
     home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="eager_offload", options={...})``: Inductor, with offloading inside of its graphs."""
+"""``torch.compile(model, backend="eager_offload", options={...})``: Inductor, with offloading in its graphs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch.fx import GraphModule
 
-from eager_offload import offload as _offload  # noqa: F401  # makes the Offload of graphs that run in no context
+from eager_offload import offload as _offload  # noqa: F401  # sets contexts.process.make_owner
 from eager_offload.compile.insert import compiling_for
 from eager_offload.compile.order import with_pass
 from eager_offload.config import FIELDS, OffloadConfig, switched_on
@@ -22,18 +22,18 @@ def eager_offload(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compiles ``graph`` with Inductor and moves what its forward saves for its backward.
+    """Compiles ``graph`` with Inductor and offloads the tensors that its forward saves for its backward.
 
-    The innermost ``with offload:`` of an equal configuration that a call runs in serves it and counts; outside of one
-    it is ``Offload.serving(**options)``.
+    A call runs under the innermost ``with offload:`` of an equal configuration, whose stats count it; outside of one it
+    runs under ``Offload.serving(**options)``.
 
     Args:
-        options: fields of :class:`OffloadConfig`, and options of Inductor. As everywhere, what is not given comes from
-            ``EAGER_OFFLOAD_<FIELD>``, and ``EAGER_OFFLOAD=0`` leaves Inductor alone.
+        options: fields of :class:`OffloadConfig`, and options of Inductor. A missing field is read from
+            ``EAGER_OFFLOAD_<FIELD>``; with ``EAGER_OFFLOAD=0`` nothing is offloaded.
         mode: not accepted; Inductor's modes are sets of options.
 
     Raises:
-        ConfigError: an option that neither knows, a value that is not accepted, or a ``mode``.
+        ConfigError: an unknown option, a value that is not accepted, or a ``mode``.
     """
     if mode is not None:
         raise ConfigError(

@@ -1,19 +1,19 @@
-"""Which of the storages that may leave a graph do: a graph as a ``Program``, for which the planner chooses.
+"""Builds a ``Program`` from a graph, for which the planner chooses the storages that move.
 
-[Note: what a budget bounds in a graph]
-The bytes of one forward and its backward, as the two graphs say: inputs and parameters all of the time, gradients and
-outputs from where they are made, and every value from where it is made to its last use, as if operators ran one by one.
-A compiler that melts operators together takes less. What lives elsewhere no graph knows: an optimizer's states, other
-models, what a process has besides. And neither does a part of a step know what the other parts keep; nor may it take
-what is left over, since those behind it are not there yet. So the budget is for graphs that are a whole step: they are
-given no activations, and return a loss. Of all others everything moves that may, which is the least that they can take.
-What the link hides every graph knows for itself: it waits for its own transfers before it ends.
+[Note: budgets of graphs]
+A budget bounds the bytes of one forward and its backward, derived from the two graphs as if operators ran one by one:
+inputs and parameters for the whole step, gradients and outputs from their creation on, other values from creation to
+last use. A compiler that fuses operators uses less memory. A graph does not know other memory: optimizer
+states, other models, other allocations of the process. If the graph is a part of a step, it does not know either how
+many bytes the other parts keep. So a budget applies to graphs that are a whole step, which return a loss and take no
+activations. In other graphs all movable values move, which needs the least memory. ``policy="free"`` works for each
+graph alone, because each graph waits for its own transfers.
 
-[Note: how long an operator takes]
-An operator takes as long as its operations or its bytes take, whichever is longer (the roofline model of Williams,
-Waterman and Patterson). Every operator counts. What is asked about is a call: one that a tracer sees as it is made, or
-one that a node of a graph stands for, of which what depends on the inputs is taken as it was when the graph was traced.
-These are estimates that steer, and decide nothing else.
+[Note: roofline estimates]
+An operator takes the longer of the time for its FLOP and the time for its bytes (the roofline model of Williams,
+Waterman and Patterson). All operators count. A call is either an operator call seen by a tracer, or a node of a graph,
+with the sizes seen while tracing for symbolic sizes. The estimates place transfers and choose values; results do not
+depend on them.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from eager_offload.runtime.base import Direction
 from eager_offload.torch_private.calls import HigherOrderOperator, OpOverload, schema_of, without_dispatch_modes
 from eager_offload.torch_private.memory import hint, tree_iter, tree_map
 
-#: Seconds that the operator of a node takes.
+#: Returns the seconds that the operator of a node takes.
 Estimate: TypeAlias = Callable[[Node], float]
 
-#: They hand out memory and leave it as it is.
+#: Operators that allocate without writing.
 _UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 
 
 class OperatorCall(NamedTuple):
-    """An operator with what it was given and what it returned. Only shapes, strides and types of tensors are asked."""
+    """An operator call; only shapes, strides and dtypes of tensors are read."""
 
     target: Any
     arguments: tuple[Any, ...]
@@ -61,7 +61,7 @@ class OperatorCall(NamedTuple):
 
 
 def roofline(machine: Machine) -> Estimate:
-    """Estimates for a device of those rates; the same node is asked for once."""
+    """Returns estimates for a device with the rates of ``machine``, cached by node."""
 
     @cache
     def seconds(node: Node) -> float:
@@ -72,7 +72,7 @@ def roofline(machine: Machine) -> Estimate:
 
 
 def traffic_of(call: OperatorCall | Node) -> int:
-    """Bytes that ``call`` reads and writes: its inputs and its outputs. Views, and transfers, touch none."""
+    """Returns the bytes that ``call`` reads and writes: its inputs and outputs. Views and transfers count as 0."""
     target, arguments, named, result = _as_call(call)
     if not callable(target) or target in ops.OPERATIONS or target is operator.getitem:
         return 0
@@ -80,22 +80,22 @@ def traffic_of(call: OperatorCall | Node) -> int:
         return 0
     made = _tensors(result)
     if not made and not (isinstance(target, OpOverload) and schema_of(target).is_mutable):
-        return 0  # a size, or another number
+        return 0  # returns a size or another number
     read = {id(tensor): tensor for tensor in _tensors((arguments, named))}
     return sum(hint(tensor.numel()) * tensor.itemsize for tensor in [*read.values(), *made])
 
 
 def flops_of(call: OperatorCall | Node) -> int:
-    """Operations of a product, an attention or a convolution by torch's own count; 0 of all else.
+    """Returns the FLOP of a product, an attention or a convolution by torch's formulas; 0 for other operators.
 
-    Of a causal attention it is half of that: kernels leave out what is masked.
+    Causal attention counts half, because kernels skip the masked part.
     """
     formula = _formula(call.target) if isinstance(call.target, OpOverload | HigherOrderOperator) else None
     if formula is None:
         return 0
 
-    # torch's formulas take shapes where the operator takes tensors. Those that depend on the inputs are made numbers
-    # first: the formulas compare them, and a comparison of symbols would fix them for good.
+    # Formulas take shapes in place of tensors. Symbolic sizes become their hints: a formula compares sizes, and a
+    # comparison of symbols would add a guard to the graph.
     def shape(value: Any) -> Any:
         if isinstance(value, Tensor):
             return tuple(hint(size) for size in value.size())
@@ -106,26 +106,25 @@ def flops_of(call: OperatorCall | Node) -> int:
     arguments, named, result = cast("tuple[Any, Any, Any]", tree_map(shape, given))
     try:
         count = int(formula(*arguments, **named, out_val=result))
-    except AssertionError:  # numbers that are not known before it runs do not fit together
+    except AssertionError:  # hints of data-dependent sizes may not fit together
         return 0
     return count // 2 if _is_causal(call) else count
 
 
 def counts_flops(call: OperatorCall | Node) -> bool:
-    """Whether ``call`` is a product, an attention or a convolution, which compilers leave in one piece."""
+    """Returns whether ``call`` is a product, an attention or a convolution, which compilers do not split or fuse."""
     return isinstance(call.target, OpOverload) and _formula(call.target) is not None
 
 
 def is_single(call: OperatorCall | Node) -> bool:
-    """Whether the numbers that ``call`` multiplies have 32 bits or more; so it is taken where it is given no tensor."""
+    """Returns whether ``call`` computes in 32 bits or more, by its first tensor; true without a tensor."""
     call = _as_call(call)
     given = next((one for one in tree_iter((call.arguments, call.named)) if isinstance(one, Tensor)), None)
     return given is None or given.itemsize >= 4
 
 
 def _as_call(call: OperatorCall | Node) -> OperatorCall:
-    """What a node stands for, with the values that its tracer has left; of one that calls nothing, the target is no
-    function."""
+    """Returns the call of a node with the traced values; the target is ``None`` unless the node calls a function."""
     if isinstance(call, OperatorCall):
         return call
     target = call.target if call.op == "call_function" else None
@@ -148,13 +147,13 @@ def _is_causal(call: OperatorCall) -> bool:
 
 
 def _grouped_mm(left: Sequence[int], right: Sequence[int], *_: object, out_val: object = None, **__: object) -> int:
-    """A product for each group: rows, columns or both lie one group behind the other, and groups are disjoint."""
+    """Returns the FLOP of one product for each group; groups are disjoint."""
     groups = left[0] if len(left) == len(right) == 3 else 1
     return 2 * groups * left[-2] * left[-1] * right[-1]
 
 
 def _flex_attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object) -> int:
-    """As of an attention that masks nothing: how much a block mask leaves out only its numbers tell."""
+    """Returns the FLOP of attention without a mask, because only the values of a block mask tell how much it skips."""
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]  # torch declares no types for it
 
 
@@ -164,7 +163,7 @@ def _flex_attention_backward(
     return int(sdpa_backward_flop_count(out, query, key, value))  # type: ignore[no-untyped-call]  # as above
 
 
-#: Those that torch does not count, or counts by tensors and not by shapes; by name, as its own formulas are.
+#: Formulas that torch lacks or defines for tensors instead of shapes, by operator name.
 _FORMULAS: dict[str, Callable[..., int]] = {
     "_grouped_mm": _grouped_mm,
     "flex_attention": _flex_attention,
@@ -176,14 +175,14 @@ _FORMULAS: dict[str, Callable[..., int]] = {
 def _formula(target: Any) -> Any:
     if isinstance(target, HigherOrderOperator):
         return _FORMULAS.get(target.__name__)
-    # Not every version counts what stands for an attention on a CPU; it is the same one.
+    # Not every torch version counts the CPU operator of an attention; the formula is that of the other devices.
     same = getattr(torch.ops.aten, _name(target).replace("_for_cpu", ""), None)
     return flop_registry.get(target.overloadpacket) or flop_registry.get(same) or _FORMULAS.get(_name(target))
 
 
 @cache
 def returns_views(target: object) -> bool:
-    """Whether ``target`` is an operator that returns views of what it is given, and nothing else."""
+    """Returns whether ``target`` is an operator that returns only views of its inputs."""
     aliases = [one.alias_info for one in schema.returns] if (schema := schema_of(target)) is not None else []
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
@@ -194,9 +193,9 @@ def _name(target: Any) -> str:
 
 
 def bandwidth_of(device: torch.device, direction: Direction, text: str) -> float:
-    """Bytes a second between ``device`` and the tier that a graph compiled for the configuration ``text`` fills first.
+    """Returns the bytes/s between ``device`` and the first tier of the configuration ``text``.
 
-    A hint: measured once, and a slow link where that is not possible.
+    Measured once; a slow link is assumed if the measurement fails.
     """
     try:
         with without_dispatch_modes():
@@ -206,37 +205,35 @@ def bandwidth_of(device: torch.device, direction: Direction, text: str) -> float
             else:
                 link = link_of(offloader.runtime, device)
             return (link.out if direction is Direction.OUT else link.back).median
-    except (OffloadError, MemoryError, RuntimeError):  # no room to try it: that is no reason not to compile
+    except (OffloadError, MemoryError, RuntimeError):  # no memory to measure: compile anyway
         return UNKNOWN_BANDWIDTH
 
 
 @dataclass(frozen=True)
 class Step:
-    """Forward and backward of a graph, operator by operator."""
+    """Forward and backward of a graph as one list of operators."""
 
     nodes: Sequence[Node]
     forward_ops: int
-    """How many of them are forward's."""
     inputs: Collection[Node]
-    """What is there from the beginning to the end."""
+    """Values that exist for the whole step."""
     tangents: Collection[Node]
-    """What is there from the beginning of backward on."""
+    """Values that exist from the beginning of backward on."""
     returned: Collection[Node]
-    """What stays when it was made."""
+    """Values that are kept once made."""
     storage_of: Callable[[Node], object | None]
-    """Names the storage of a node: equal for those that share one, in forward and in backward."""
+    """Returns a key for the storage of a node, equal for nodes that share one, across forward and backward."""
 
 
 @dataclass(frozen=True)
 class Movable:
-    """A storage that may leave."""
+    """A storage that may move."""
 
     bases: tuple[Node, ...]
-    """What its transfers take."""
+    """The sources of its transfers."""
     moved_bytes: int
-    """That travel."""
     forced: bool = False
-    """Whether it leaves, whatever is decided."""
+    """Whether the storage moves regardless of the planner."""
 
 
 def step_of_pair(forward: Graph, backward: Graph, num_outputs: int) -> Step:
@@ -249,7 +246,7 @@ def step_of_pair(forward: Graph, backward: Graph, num_outputs: int) -> Step:
         key = storage_of(node)
         if key is None or node.graph is forward:
             return key
-        # What backward computes again is traced as what forward computes, and is another one.
+        # A recomputed value has the fake storage of the forward value, but is another storage.
         return same.get(key, ("backward", key))
 
     ours = [node for node in forward.nodes if node.op == "call_function"]
@@ -274,10 +271,10 @@ def _given(graph: Graph) -> list[Node]:
 
 
 def is_whole(forward: Graph, backward: Graph, num_outputs: int, parameters: Iterable[int]) -> bool:
-    """Whether two graphs are a whole step: a loss is returned, and no activation is given.
+    """Returns whether two graphs are a whole step: the forward returns a loss, and no input is an activation.
 
     Args:
-        parameters: which of forward's inputs are parameters and buffers.
+        parameters: positions of the forward inputs that are parameters and buffers.
     """
     saved = {node.name for node in outputs_of(forward)[num_outputs:] if isinstance(node, Node)}
     inputs = forward.find_nodes(op="placeholder")
@@ -292,7 +289,7 @@ def is_whole(forward: Graph, backward: Graph, num_outputs: int, parameters: Iter
 
 @dataclass
 class _Life:
-    """When a storage is made, and used last in forward, first and last in backward, by operator; -1 for never."""
+    """The operators that make a storage, use it last in forward, and first and last in backward; -1 for none."""
 
     nbytes: int
     made: int
@@ -304,7 +301,7 @@ class _Life:
 def problem_of(
     step: Step, movable: Mapping[object, Movable], windows: Windows, machine: Machine
 ) -> tuple[Problem, list[object]]:
-    """Returns the step as numbers, and what names each of its storages."""
+    """Returns the planner's problem for a step, and the keys of its storages."""
     count, place = len(step.nodes), {node: op for op, node in enumerate(step.nodes)}
     lives = _lives(step, place)
     returned = {step.storage_of(node) for node in step.returned}
@@ -328,7 +325,7 @@ def problem_of(
     ops = tuple(Op(node.name, 0, flops_of(node), traffic_of(node), is_single(node)) for node in step.nodes)
     sizes = tuple(one for one, _ in storages)
     program = Program(("",), ops, step.forward_ops, (), (), sizes, tuple(live_bytes(count, spans)))
-    # A compiler's kernels are not launched one for each of these operators.
+    # Fused kernels have no launch for each operator.
     seconds = program.seconds(replace(machine, launch_seconds=0.0))
     links, room = (machine.out, machine.back), (windows.inflight, windows.prefetch)
     return Problem(program, seconds, *links, *room, ordered=True), names
@@ -345,7 +342,7 @@ def _lives(step: Step, place: Mapping[Node, int]) -> dict[object, _Life]:
         for name in {step.storage_of(one) for one in (node, *node.all_input_nodes)} - given:
             life = lives.get(name)
             if life is None and name is not None and name == step.storage_of(node):
-                # Of an operator with several results each is a node behind it.
+                # Each result of an operator with several results is a later node.
                 maker, value = node.args[0] if node.target is operator.getitem else node, node.meta["val"]
                 made = place.get(maker, op) if isinstance(maker, Node) else op
                 life = lives[name] = _Life(nbytes_of(value), made)
@@ -367,11 +364,11 @@ def decided(
     budget: int | None,
     fraction: float | None,
 ) -> tuple[frozenset[object], Outcome]:
-    """Returns which storages stay by the planner's decision, and what comes of it.
+    """Returns the storages that the planner keeps, and its prediction.
 
     Args:
-        budget: bytes of the device that the step may take.
-        fraction: the part of the bytes that moves, where that is known.
+        budget: bytes of device memory that the step may take.
+        fraction: the fraction of the movable bytes that moves, if a plan sets it.
     """
     device, text = next(iter(movable.values())).bases[0].meta["val"].device, config.to_text()
     out, back = (bandwidth_of(device, direction, text) for direction in (Direction.OUT, Direction.IN))

@@ -1,4 +1,4 @@
-"""What all passes know of FX graphs: storages, aliases, order, and how a graph is copied."""
+"""FX graphs: storages, aliases, node order, and copies of graphs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from eager_offload.torch_private.memory import hint, weak_storage
 P = ParamSpec("P")
 
 CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
-#: Whose operators compilers know by name, those among them that hand back what they are given too.
+#: Namespaces whose operators compilers know by name, including operators that return an input.
 _KNOWN_TO_COMPILERS = frozenset(("aten", "prims", "_c10d_functional"))
 
 
 def tensor_of(node: object) -> Tensor | None:
-    """The (fake) tensor that ``node`` stands for; ``None`` where it stands for anything else."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return value if isinstance(value, Tensor) else None
 
 
 def storage_of(node: object) -> object | None:
-    """Names the storage of what ``node`` stands for: equal for values that alias. ``None`` where it has none."""
+    """Returns a key for the storage of ``node``, equal for values that alias; ``None`` without a storage."""
     value = tensor_of(node)
     if value is None or value.layout is not torch.strided:
         return None
@@ -38,27 +37,24 @@ def storage_of(node: object) -> object | None:
 
 
 def calls_regions(nodes: Iterable[Node]) -> bool:
-    """Whether one of ``nodes`` calls a region that is compiled once for all its calls.
+    """Returns whether one of ``nodes`` calls a region that is compiled once for all its calls.
 
-    Such a region may hand back what it is given, and the graph around it does not say so: which values share memory is
-    not known there.
+    Such a region may return its inputs without telling the graph around it, so aliases are not known there.
     """
     return any(node.target is torch.ops.higher_order.invoke_subgraph for node in nodes)
 
 
 def nbytes_of(value: Tensor) -> int:
-    """The bytes of the storage of ``value``, as far as is known while nothing runs."""
     return hint(value.untyped_storage().nbytes())
 
 
 def is_static(value: Tensor) -> bool:
-    """Whether sizes, strides and offset of ``value`` are the same whatever the inputs are."""
     numbers: tuple[object, ...] = (*value.size(), *value.stride(), value.storage_offset())
     return not any(isinstance(number, SymInt) for number in numbers)
 
 
 def same_geometry(one: Tensor, other: Tensor) -> bool:
-    """Whether both have the same sizes, strides and offset whatever the inputs are."""
+    """Returns whether both have the same sizes, strides and offset for all inputs of the graph."""
     if one.dim() != other.dim():
         return False
     pairs = zip(
@@ -70,7 +66,7 @@ def same_geometry(one: Tensor, other: Tensor) -> bool:
 
 
 def covers_its_storage(value: Tensor) -> bool:
-    """Whether ``value`` holds its storage from end to end, without gaps, whatever the inputs are."""
+    """Returns whether ``value`` fills its storage without gaps, for all inputs of the graph."""
     if not statically_known_true(value.storage_offset() == 0):
         return False
     expected: int | SymInt = 1
@@ -89,7 +85,7 @@ def outputs_of(graph: Graph) -> list[object]:
 
 
 def written_by(node: Node) -> list[object]:
-    """Names the storages that ``node`` writes to."""
+    """Returns keys of the storages that ``node`` writes to."""
     schema = schema_of(node.target) if node.op == "call_function" else None
     if schema is None or not schema.is_mutable:
         return []
@@ -103,12 +99,12 @@ def written_by(node: Node) -> list[object]:
 
 
 def undeclared_aliases(graph: Graph) -> set[object]:
-    """Names the storages that operators hand back though nothing declares it.
+    """Returns the keys of the storages that operators return although their schemas do not declare it.
 
-        y = mine::normalize(x)        declared as (Tensor x) -> Tensor, and its fake implementation returns x
+        y = mine::normalize(x)        declared as (Tensor x) -> Tensor, but its fake implementation returns x
 
-    torch forbids it, warns of it and compiles as if ``y`` were memory of its own: it computes into that while ``x`` is
-    in use. What only the real implementation does is not seen.
+    torch forbids this, but only warns, and compiles as if ``y`` had its own memory: kernels may write to ``y`` while
+    ``x`` is in use. An alias that only the real implementation returns is not found.
     """
     found: set[object] = set()
     for node in graph.nodes:
@@ -126,10 +122,11 @@ def undeclared_aliases(graph: Graph) -> set[object]:
 
 
 def counted_from_the_beginning(nodes: Iterable[Node]) -> set[Node]:
-    """What some of ``nodes`` read by its place in its storage, with all that it is a view of.
+    """Returns the values that some of ``nodes`` read by an absolute offset into the storage, and the bases of these
+    values.
 
-    b = slice(a)
-    c = as_strided(b, size, stride, 60)       a, b: the 60th element of their storage, wherever b begins
+        b = slice(a)
+        c = as_strided(b, size, stride, 60)       a, b: c begins at element 60 of their storage, at any offset of b
     """
     found: set[Node] = set()
     left = [given for node in nodes if counts_from_the_beginning(node) for given in node.all_input_nodes]
@@ -142,7 +139,6 @@ def counted_from_the_beginning(nodes: Iterable[Node]) -> set[Node]:
 
 
 def counts_from_the_beginning(node: Node) -> bool:
-    """Whether ``node`` reads what it is given by its place in its storage."""
     if node.op != "call_function":
         return False
     if isinstance(node.target, HigherOrderOperator):
@@ -173,11 +169,11 @@ def first_use(node: Node, order: dict[Node, int]) -> Node | None:
 
 
 def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
-    """A copy of ``graph``, and which node of it each node became."""
     copy, became = Graph(graph.owning_module), dict[Node, Node]()
     share_calling_convention(copy, graph)
     for node in graph.nodes:
-        # Not `node_copy`: a node that is made with its arguments has them searched, which takes longer than all else.
+        # Not `node_copy`: arguments given to `create_node` are searched, which takes longer than the rest of this
+        # function.
         one = copy.create_node(node.op, node.target, name=node.name, type_expr=node.type)
         one.args, one.kwargs = map_arg(node.args, became.__getitem__), map_arg(node.kwargs, became.__getitem__)
         one.meta = dict(node.meta)
@@ -186,7 +182,7 @@ def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
 
 
 def on_a_copy(change: Callable[Concatenate[Graph, P], None]) -> Callable[Concatenate[Graph, P], Graph]:
-    """A pass that changes a graph as one that returns another graph and leaves its own as it was."""
+    """Returns a pass that applies ``change`` to a copy of its graph."""
 
     def run(graph: Graph, /, *arguments: P.args, **named: P.kwargs) -> Graph:
         copy, _ = copied(graph)

@@ -1,11 +1,11 @@
-"""Transfers in a graph: first the simplest correct form, then one that does not wait for them.
+"""Inserts transfers into graphs: first blocking ones, which are correct in any order, then asynchronous ones.
 
-Also where they enter the graphs that AOTAutograd makes, whatever compiles these.
+Also hooks the passes into AOTAutograd, for any compiler of its graphs.
 
-[Note: a graph that cannot be offloaded]
-Nothing may fail that compiles without an ``Offload``. So what decides and inserts works on copies of the two graphs; if
-it raises, they are dropped, the graphs are compiled as if no ``Offload`` were there, and what they save is counted as
-``failed`` whenever they run. That is a defect of the library and warned of as one.
+[Note: graphs that cannot be offloaded]
+A program that compiles without an ``Offload`` must compile with one. So the passes work on copies of the two graphs. If
+a pass raises, the copies are dropped and the graphs compile without transfers; a warning reports the defect, and at run
+time the graphs count the bytes that they save as ``failed``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from eager_offload.torch_private.inductor import leave_out_of_precompile, on_ban
 from eager_offload.torch_private.memory import fake_mode_of, hint
 from eager_offload.version import digest
 
-#: In the ``meta`` of a host tensor: whether there are views of it, told by the strides that the graph says.
+#: In the ``meta`` of a host tensor: whether its views are rebuilt by the strides in the graph, which must be kept then.
 EXACT = "eager_offload_exact"
 _COPIED_META = ("saved_tensor_with_no_vc_check",)
 _aten = torch.ops.aten
@@ -65,7 +65,7 @@ class Pair(NamedTuple):
 def insert_synchronous(
     forward: Graph, backward: Graph, num_outputs: int, choice: Choice, config: OffloadConfig
 ) -> Pair:
-    """Moves what was chosen, in one operation each way: right in any order, and every one of them waits.
+    """Returns copies of the graphs that move the chosen values, with one blocking operation each way.
 
         forward                                   backward
         x = mm(...)                               def backward(x, tangent):
@@ -75,8 +75,9 @@ def insert_synchronous(
         host = offload(x)                             x = reload(host)
         return out, host                              return mm(x, tangent)
 
-    Values that share a storage go as one, once; backward makes them anew over what came back. Where their sizes are
-    known only when the graph runs, a view of the host tensor tells them: it has the geometry and takes no memory.
+    Values that share a storage are copied once; backward rebuilds them as views of the reloaded storage. If their sizes
+    are known only at run time, the forward also saves a view of the host tensor, which carries the geometry and takes
+    no memory.
 
         a, b = split(x)                           def backward(host, like_b):
         return out, a, b                              x = reload(host)
@@ -84,14 +85,12 @@ def insert_synchronous(
         host = offload(x)
         like_b = as_strided(host, sym_size(b), ...)
 
-    Both graphs are left as they were.
-
     Args:
-        forward: its outputs are ``num_outputs`` of the user's, then what is saved.
-        backward: takes what is saved under the names of the forward's nodes.
-        num_outputs: how many of the forward's outputs are the user's.
-        choice: of :func:`~eager_offload.compile.choose`, about these two graphs.
-        config: the `Offload` that is active with this configuration when the graphs run does the work.
+        forward: returns ``num_outputs`` outputs of the user, then the saved values.
+        backward: takes the saved values as inputs, under the names of their forward nodes.
+        num_outputs: the number of user outputs of ``forward``.
+        choice: the result of :func:`~eager_offload.compile.choose` for these graphs.
+        config: names the ``Offload`` that does the work: the active one with this configuration when the graphs run.
     """
     ours, became = copied(forward)
     theirs, _ = copied(backward)
@@ -100,7 +99,6 @@ def insert_synchronous(
 
 
 def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: Choice, config: OffloadConfig) -> None:
-    """:func:`insert_synchronous`, but both graphs are changed in place."""
     output = forward.output_node()
     outputs = outputs_of(forward)
     inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
@@ -115,7 +113,7 @@ def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: 
         first = group.members[0]
         became[first].append(host)
         arrived = _input_for(backward, host, inputs[first.name])
-        # What was gathered is spread where it is needed, or its holes would take memory from the beginning on.
+        # Gathered values are spread right before their first use: earlier, the gaps would take memory for longer.
         uses = () if not group.gathered else (first_use(inputs[one.name], order) for one in group.members)
         begin = min(filter(None, uses), key=order.__getitem__, default=top)
         with backward.inserting_before(begin):
@@ -126,7 +124,7 @@ def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: 
                 if not is_static(value):
                     with forward.inserting_before(member.next):
                         geometry = geometry_of(forward, member, value)
-                    with forward.inserting_before(output):  # it is a use of the host tensor
+                    with forward.inserting_before(output):  # last: its wait precedes each use of the host tensor
                         like = view_over(forward, host, group, value, geometry, f"{member.name}_like")
                     like.meta = _host_meta(value, member)
                     became[member].append(like)
@@ -146,13 +144,13 @@ def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: 
         saved += became.get(node, [node]) if isinstance(node, Node) else [node]
     output.args = (cast(Argument, (*outputs[:num_outputs], *saved)),)
     for node in forward.find_nodes(op="call_function", target=mark_operator):
-        forward.erase_node(node)  # what it asked for is decided
+        forward.erase_node(node)  # marks have been read
     forward.lint()
     backward.lint()
 
 
 def insert_asynchronous_in_place(graph: Graph) -> None:
-    """Takes the waiting out of each transfer and puts it where it is needed: behind an offload, before a first use.
+    """Splits each blocking transfer into a start and a wait, after the offload or before the first use of the reload.
 
     host = offload(x)                         host = offload(x, wait=False)
                                               wait_tensor(host, x)
@@ -162,7 +160,7 @@ def insert_asynchronous_in_place(graph: Graph) -> None:
     z = mm(y, t)                              wait_tensor(y, host)
                                               z = mm(y, t)
 
-    The source goes along as the keepalive: until then its memory has no other use.
+    The wait takes the source as keepalive, so that no kernel reuses its memory before.
     """
     order = positions(graph)
     for node in list(graph.nodes):
@@ -179,36 +177,35 @@ insert_asynchronous = on_a_copy(insert_asynchronous_in_place)
 
 
 def _keep_layouts(forward: Graph, leaving: Iterable[Node]) -> None:
-    """Has the readers of what is ``leaving``, which is no result of ``forward`` any more, find the strides of a result.
+    """Has Inductor keep the strides of ``leaving`` values as it did when they were results of ``forward``.
 
-    Inductor lays results out anew for all their readers. Were a transposed one left as it is, a product would read it
-    in other strides than without an offload, sum in another order, and return other bits. Beside a convolution it
-    gives what has four dimensions the strides that convolutions prefer, as it does without being asked.
+    In other strides a product would sum in another order and return other bits. In graphs with convolutions, Inductor
+    gives four-dimensional values the strides that convolutions prefer, with or without offload.
     """
     has_convolutions = any(forward.find_nodes(op="call_function", target=target) for target in CONVOLUTIONS)
     for node in leaving:
         if not has_convolutions or node.meta["val"].dim() != 4:
-            node.meta["inductor_realize_to_strides"] = True  # in its own for all readers, as outputs of graphs are
+            node.meta["inductor_realize_to_strides"] = True  # its own strides, for all readers, as for graph outputs
 
 
-# -- pieces of both ---------------------------------------------------------------------------------------------------
+# -- shared by pairs and joint graphs ---------------------------------------------------------------------------------
 
 
-#: Sizes and strides as arguments of a node: numbers, and nodes for those that are known only at run time.
+#: Sizes and strides as node arguments: numbers, or nodes for sizes known only at run time.
 Geometry: TypeAlias = tuple[list[int | Node], list[int | Node]]
 
 
 def insert_offload(graph: Graph, group: Group, text: str, window: int, region: str | None) -> Node:
-    """The host tensor of ``group``, right behind what it is made of; ``window``: see ``order.sink_waits_in_place``."""
+    """Inserts the offload of ``group`` after its base. ``window``: see ``order.sink_waits_in_place``."""
     base = group.base
     value: Tensor = base.meta["val"]
     arguments: dict[str, Argument] = {"config": text, "window": window}
     if region is not None:
-        arguments["region"] = region  # what stays is told once for each graph
+        arguments["region"] = region  # kept bytes are counted once for each graph
     with graph.inserting_before(base.next):
         if group.gathered:
             base = graph.call_function(_aten.clone.default, (base,), {"memory_format": torch.contiguous_format})
-            with fake_mode_of(value):  # of a size that may be known only at run time
+            with fake_mode_of(value):  # the size may be symbolic
                 value = torch.empty(value.size(), dtype=value.dtype, device=value.device)
             base.meta["val"] = value
         host = graph.create_node("call_function", ops.offload, (base,), arguments, f"{group.base.name}_on_host")
@@ -218,7 +215,7 @@ def insert_offload(graph: Graph, group: Group, text: str, window: int, region: s
 
 
 def insert_reload(graph: Graph, group: Group, host: Node, text: str, window: int) -> Node:
-    """``group`` on its device again, at the present insertion point; ``window``: see ``order.prefetch_in_place``."""
+    """Inserts the reload of ``group`` at the insertion point. ``window``: see ``order.prefetch_in_place``."""
     value: Tensor = group.base.meta["val"]
     reload = graph.call_function(ops.reload, (host, value.device), {"config": text, "window": window})
     reload.meta = {"val": value}
@@ -233,7 +230,7 @@ def insert_reload(graph: Graph, group: Group, host: Node, text: str, window: int
 
 
 def geometry_of(graph: Graph, node: Node | None, value: Tensor) -> Geometry:
-    """Sizes and strides of ``value``, read off ``node`` at the present insertion point where they are no numbers."""
+    """Returns sizes and strides of ``value``; symbolic ones are read from ``node``."""
 
     def as_argument(number: int | SymInt, operator: object, dim: int) -> int | Node:
         if isinstance(number, int):
@@ -252,8 +249,8 @@ def geometry_of(graph: Graph, node: Node | None, value: Tensor) -> Geometry:
 def view_over(
     graph: Graph, whole: Node, group: Group, value: Tensor, geometry: Geometry, name: str | None = None
 ) -> Node:
-    """``value`` as a view of ``whole``, which stands for all of ``group``, at the present insertion point."""
-    assert hint(group.base.meta["val"].storage_offset()) == 0  # what comes back begins its storage
+    """Inserts ``value`` as a view of ``whole``, which has the bytes of ``group``."""
+    assert hint(group.base.meta["val"].storage_offset()) == 0  # a reload begins its storage
     arguments = cast(tuple[Argument, ...], (whole, *geometry, hint(value.storage_offset())))
     view = graph.create_node("call_function", _aten.as_strided.default, arguments, name=name)
     view.meta = {"val": value}
@@ -270,20 +267,20 @@ def on_nodes(choice: Choice, became: Callable[[Node], Node]) -> Choice:
 
 
 def region_of(choice: Choice) -> str:
-    """What the first offload of a graph is given for the stats: its graph's name, and ``reason=bytes,...``, what stays.
+    """Returns the text in a graph's first offload: a name for the graph, and its kept bytes as ``reason=bytes,...``.
 
-    The name follows from what moves, so that the compiler's caches find the graph again in another process.
+    The name is a digest of the moved values, equal in each process, so that compilers' caches find the graph.
     """
     moved = ";".join(f"{group.base.name} {tuple(group.base.meta['val'].shape)}" for group in choice.groups)
     kept: dict[KeepReason, int] = {}
     for node, reason in choice.kept.items():
-        if (value := tensor_of(node)) is not None:  # a size that is not known counts as one: they are never too many
+        if (value := tensor_of(node)) is not None:  # an unknown size counts as 1, so that the bytes are never too many
             kept[reason] = kept.get(reason, 0) + hint(value.numel(), default=1) * value.itemsize
     return ",".join((digest(moved)[:8], *(f"{reason.value}={nbytes}" for reason, nbytes in sorted(kept.items()))))
 
 
 def insert_report(graph: Graph, choice: Choice, config: OffloadConfig) -> None:
-    """Has a graph that moves nothing count what it keeps: with the offload of an empty tensor, at its end."""
+    """Has a graph that moves nothing count its kept bytes when it runs: offloads an empty tensor at its end."""
     if choice.groups or not choice.kept:
         return
     value = next(iter(choice.kept)).meta["val"]
@@ -297,7 +294,6 @@ def insert_report(graph: Graph, choice: Choice, config: OffloadConfig) -> None:
 
 
 def is_report(node: Node) -> bool:
-    """Whether an offload moves nothing, as that of :func:`insert_report`."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and is_static(value) and value.numel() == 0
 
@@ -305,7 +301,7 @@ def is_report(node: Node) -> bool:
 def _input_for(backward: Graph, saved: Node, before: Node) -> Node:
     with backward.inserting_before(before):
         arrived = backward.placeholder(saved.name)
-    assert arrived.name == saved.name  # that is how compilers find it
+    assert arrived.name == saved.name  # compilers find it by name
     arrived.meta = dict(saved.meta)
     return arrived
 
@@ -320,13 +316,11 @@ def _host_meta(value: Tensor, member: Node) -> dict[str, object]:
 
 # -- in the graphs of AOTAutograd --------------------------------------------------------------------------------------
 
-#: What was decided about a graph, value by value.
 _logger = logging.getLogger("eager_offload.compile")
 
 
 class _Thread(threading.local):
     text: str | None = None
-    """The configuration that the calling thread is compiling for."""
 
 
 _thread = _Thread()
@@ -334,7 +328,8 @@ _thread = _Thread()
 
 @contextmanager
 def compiling_for(text: str) -> Iterator[None]:
-    """Has what the calling thread compiles meanwhile offloaded by that configuration, whatever hooks are on top."""
+    """Offloads by the configuration ``text`` in graphs that the calling thread compiles inside, whatever hooks are in
+    force."""
     if not patches():
         warn(f'torch {torch.__version__} does not let backend="eager_offload" offload inside of its graphs')
     contexts.patches.add(patches())
@@ -348,28 +343,24 @@ def compiling_for(text: str) -> Iterator[None]:
 
 @cache
 def patches() -> tuple[Patch, ...]:
-    """What has AOTAutograd offload between forward and backward, where the hooks on top are the library's.
+    """Returns patches by which AOTAutograd offloads under the library's hooks; none if this torch does not support
+    them.
 
-    Transforms of ``torch.func`` are traced under those as without any: what they save is in the graph, like all else.
-
-    Returns:
-        Nothing where this torch does not let it.
+    Transforms of ``torch.func`` are then traced as without hooks: the graph contains their saves.
     """
     splits = on_splits(_offload_between)
     return (*splits, *on_bans_of_hooks(lambda: configuration_on_top() is not None)) if splits else ()
 
 
 def _offload_between(forward: GraphModule, backward: GraphModule, num_outputs: int, parameters: Sequence[int]) -> bool:
-    """What AOTAutograd does in place of tracing hooks into its graphs: moves what ``forward`` saves for ``backward``.
+    """Offloads between ``forward`` and ``backward``, in place of AOTAutograd's tracing of hooks into them.
 
     Args:
-        forward: its outputs are ``num_outputs`` of the user's, then what is saved.
-        backward: takes what is saved under the names of the forward's nodes.
-        num_outputs: how many of the forward's outputs are the user's.
-        parameters: which of the forward's inputs are parameters and buffers.
+        forward, backward, num_outputs: as in :func:`insert_synchronous`.
+        parameters: positions of the forward inputs that are parameters and buffers.
 
     Returns:
-        Whether there is nothing left for AOTAutograd to do.
+        Whether it has replaced the tracing; ``False`` if the library's hooks are not in force.
     """
     text = configuration_on_top() if _thread.text is None else _thread.text
     if text is None:
@@ -382,7 +373,7 @@ def _offload_between(forward: GraphModule, backward: GraphModule, num_outputs: i
         whole = is_whole(ours, theirs, num_outputs, parameters)
         choice = choose(ours, theirs, num_outputs, config, fraction=fraction, whole=whole)
         insert_into_pair(ours, theirs, num_outputs, choice, config)
-    except Exception as error:  # [Note: a graph that cannot be offloaded]
+    except Exception as error:  # [Note: graphs that cannot be offloaded]
         warn(
             "a compiled graph is not offloaded, since the pass that would have done it raised "
             f"{type(error).__name__}: {error}. Its results are right, its memory is as without; please report it, with "
@@ -392,7 +383,7 @@ def _offload_between(forward: GraphModule, backward: GraphModule, num_outputs: i
         choice = choose_nothing(ours, num_outputs)
     _log(choice)
     insert_report(ours, choice, config)
-    forward.graph, backward.graph = ours, theirs  # which compiles both
+    forward.graph, backward.graph = ours, theirs  # regenerates the code of both modules
     return True
 
 

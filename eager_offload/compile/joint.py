@@ -1,7 +1,7 @@
-"""One graph of forward and backward, as ``make_fx`` and AOTAutograd's joint tracing make it.
+"""Offloading in a joint graph of forward and backward, as ``make_fx`` and AOTAutograd trace it.
 
-Every node before the *boundary* is forward, every node from it on is backward. Any node does as a boundary: what is
-inserted is right wherever it lies, and where it lies decides only what counts as saved.
+Nodes before the *boundary* are forward, the boundary and later nodes are backward. Any node may be the boundary: it
+decides which values count as saved, and results are the same for each.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from eager_offload.torch_private.memory import tree_iter
 
 
 def boundary_of(graph: Graph, num_outputs: int) -> Node:
-    """The first node of the backward.
+    """Returns the first node of the backward.
 
         x = mm(a, w)                  forward
-        loss = sum(x)                 forward: the last that the first output needs
+        loss = sum(x)                 forward: the last node that the first output needs
         one = ones_like(loss)         <- the boundary
         ...
         return loss, grad
 
     Args:
-        num_outputs: how many of the outputs, counted flat from the first, are the forward's.
+        num_outputs: the number of outputs, counted flat from the first, that belong to the forward.
 
     Raises:
         OffloadError: the graph has no backward.
@@ -60,18 +60,18 @@ def boundary_of(graph: Graph, num_outputs: int) -> Node:
 
 
 def choose_joint(graph: Graph, boundary: Node, config: OffloadConfig) -> Choice:
-    """Chooses among the values that the forward of a joint graph leaves to its backward.
+    """Chooses among the values that the forward of a joint graph saves for its backward.
 
-        x = mm(a, w)                  chosen: x; a and w are inputs
-        loss = sum(x)                 kept, alive: an output
+        x = mm(a, w)                  moves; a and w are inputs
+        loss = sum(x)                 is kept (alive): an output
         g = mul(loss, x)              <- the boundary
         return loss, g
 
-    The graph is left as it was. It does not say which inputs require grad, so nothing is rounded.
+    The graph is not changed. A joint graph does not tell which inputs require grad, so no value is rounded.
 
     Args:
-        boundary: the first node of the backward, as of :func:`boundary_of`.
-        config: as of :func:`~eager_offload.compile.choose`.
+        boundary: the first node of the backward; see :func:`boundary_of`.
+        config: as in :func:`~eager_offload.compile.choose`.
 
     Raises:
         OffloadError: the graph does not tell which values share a storage.
@@ -92,7 +92,7 @@ def choose_joint(graph: Graph, boundary: Node, config: OffloadConfig) -> Choice:
 
 
 def insert_synchronous_joint(graph: Graph, boundary: Node, choice: Choice, config: OffloadConfig) -> Graph:
-    """Moves what was chosen, in one operation each way: right in any order, and every one of them waits.
+    """Returns a copy of ``graph`` that moves the chosen values, with one blocking operation each way.
 
         x = mm(a, w)                              x = mm(a, w)
         loss = sum(x)                             host = offload(x)
@@ -101,13 +101,12 @@ def insert_synchronous_joint(graph: Graph, boundary: Node, choice: Choice, confi
                                                   g = mul(t, again)
                                                   return loss, g
 
-    The offload stands right behind what it moves, the reload right before the first use in backward. The graph is left
-    as it was.
+    An offload is inserted directly after its source, a reload directly before its first use in backward.
 
     Args:
         boundary: the first node of the backward.
-        choice: of :func:`choose_joint`, about this graph.
-        config: the `Offload` that is active with this configuration when the graph runs does the work.
+        choice: the result of :func:`choose_joint` for this graph.
+        config: names the ``Offload`` that does the work: the active one with this configuration when the graph runs.
     """
     graph, became = copied(graph)
     choice = on_nodes(choice, became.__getitem__)
@@ -120,7 +119,7 @@ def insert_synchronous_joint(graph: Graph, boundary: Node, choice: Choice, confi
         for member in group.members:
             value = member.meta["val"]
             if not same_geometry(value, group.base.meta["val"]):
-                with graph.inserting_before(member.next):  # its sizes need no memory, and so it may go
+                with graph.inserting_before(member.next):  # only its sizes are read later: frees the member
                     geometries[member] = geometry_of(graph, None if is_static(value) else member, value)
         host = insert_offload(graph, group, text, choice.windows.inflight, None if number else region_of(choice))
         first = min((user for some in users.values() for user in some), key=order.__getitem__)

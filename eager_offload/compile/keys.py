@@ -1,17 +1,16 @@
-"""The pair of saved-tensor hooks that serves eager code and tells compilers what to put into their graphs.
+"""The pair of saved-tensor hooks that serves eager code and tells compilers which transfers to put into their graphs.
 
-[Note: hooks that are graph modules]
-Where both saved-tensor hooks are ``fx.GraphModule``s AOTAutograd would trace them into the graphs that it makes, and it
-has no hooks called for that region at run time; everywhere else autograd calls them as it calls any hook. So the same
-pair serves both. Eager code is served by what a hook does when it is called. Compiled code is served by
-``insert.py``, in place of the tracing: the graph of a hook only tells compilers, which key on it what they keep, for
-which configuration and by which version of the passes they have compiled.
+[Note: hooks as graph modules]
+If both saved-tensor hooks are ``fx.GraphModule``s, AOTAutograd traces them into its graphs and does not call them for
+that region at run time. In eager code autograd calls them like any hook. So one pair serves both: eager code runs
+``__call__``, and ``insert.py`` replaces the tracing. The graph of a hook only carries the key of compilers' caches,
+which names the configuration and the version of the passes.
 
 [Note: the text of a configuration]
-Dynamo guards on the identity of both hooks. There is one pair for each text in a process, for ever: another pair for an
-equal one would compile everything anew. The text begins with the configuration's own, one line, which names the
-``Offload`` that serves a graph. Where a plan says which part of the movable bytes moves, that is the next line; and
-where a budget is ``"auto"``, what that has come to is a part of the keys.
+Dynamo guards on the identity of both hooks, so a process keeps one pair for each text: a second pair for an equal text
+would recompile everything. The first line of the text is the configuration's own text, which names the ``Offload`` that
+serves a graph. If a plan sets the fraction of the movable bytes that moves, the fraction is the second line. With
+``device_budget="auto"`` the cache keys also contain the budget in bytes.
 """
 
 from __future__ import annotations
@@ -33,9 +32,10 @@ from eager_offload.torch_private.calls import without_dispatch_modes
 from eager_offload.torch_private.inductor import hide_from_compilers, unpack_before_compiled_backwards
 from eager_offload.version import VERSION, digest
 
-#: So many leading bits of it count: another process, which finds a little more or less, takes the same graphs.
+#: Leading bits of an ``"auto"`` budget that count, so that a process with slightly different free memory finds the
+#: graphs.
 _LEADING_BITS = 5
-#: Beside the modules of this package: what decides which bytes move, and what the operations in a graph mean.
+#: Sources outside ``compile/`` that decide which bytes move, or define the operations in a graph.
 _OTHERS = (
     *("config.py", "marks.py", "runtime/base.py", "tiers/memory.py"),
     *(f"core/{name}.py" for name in ("budget", "schedule", "selection")),
@@ -46,9 +46,9 @@ _OTHERS = (
 
 @cache
 def cache_key() -> str:
-    """Another one for each version of the library, and for each change of a source that decides what is compiled.
+    """Returns a text that differs for each version of the library and each change of a source that affects compilation.
 
-    Compilers key on it what they keep. Where there are no sources to read it is the version alone.
+    Caches of compilers use it as a part of their keys. Without readable sources it is the version alone.
     """
     version = f"eager_offload {VERSION}"
     parts = list[str | bytes]()
@@ -66,12 +66,12 @@ def cache_key() -> str:
 
 
 def text_of(config_key: str, fraction: float) -> str:
-    """Returns the text of a configuration beside which a plan says that part of the movable bytes."""
+    """Returns the text for a configuration and the fraction of the movable bytes that a plan sets."""
     return f"{config_key}\n{fraction!r}"
 
 
 def read_text(text: str) -> tuple[str, float | None]:
-    """Returns the configuration's own text, and the part of the movable bytes that a plan says, where one does."""
+    """Returns the configuration's own text and the plan's fraction, if any."""
     config_key, _, fraction = text.partition("\n")
     return config_key, float(fraction) if fraction else None
 
@@ -85,9 +85,9 @@ def key_of(text: str) -> str:
 
 @cache
 def free_bytes(config_key: str) -> int | None:
-    """Returns what ``device_budget="auto"`` comes to in this process; ``None`` where the device does not tell.
+    """Returns the bytes of ``device_budget="auto"`` in this process; ``None`` if the device does not tell its memory.
 
-    It is found once, so that all graphs have the same.
+    Cached, so that all graphs of a process have the same budget.
     """
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if device.type != "cpu":
@@ -99,23 +99,23 @@ def free_bytes(config_key: str) -> int | None:
             if memory is None:
                 return None
             nbytes: int = runtime.available_memory(device, memory.used)
-    except OffloadError:  # nothing moves off such a device here
+    except OffloadError:  # the device is not supported, so nothing moves
         return None
     step = 1 << max(nbytes.bit_length() - _LEADING_BITS, 0)
     return nbytes // step * step
 
 
-# -- what tells compilers ----------------------------------------------------------------------------------------------
+# -- the hooks ---------------------------------------------------------------------------------------------------------
 
 
 class _Hook(GraphModule):
-    """A graph module that makes its graph when it is asked for it. It is small: each configuration has its own."""
+    """A graph module that builds its graph on demand. Small, because each configuration has its own."""
 
     text: str
     config_key: str
 
     def __new__(cls, *_: object) -> Self:
-        return object.__new__(cls)  # torch would make a class, with generated code, for each
+        return object.__new__(cls)  # torch's own generates a class for each instance
 
     def __init__(self, text: str) -> None:
         object.__setattr__(self, "text", text)
@@ -123,7 +123,7 @@ class _Hook(GraphModule):
 
     @property  # type: ignore[misc]  # it is never set
     def graph(self) -> Graph:
-        """One call of ``offloads``, with what compilers key on: they cannot know what a Python function will do."""
+        """Returns a call of ``offloads`` with a cache key: compilers cannot know the effect of a Python function."""
         contexts.compiled.set()
         graph = Graph()
         call = graph.call_function(offloads, (graph.placeholder("tensor"),))
@@ -132,36 +132,32 @@ class _Hook(GraphModule):
         return graph
 
 
-for _name, _value in vars(nn.Module().eval()).items():  # empty dictionaries, which all of them share
+for _name, _value in vars(nn.Module().eval()).items():  # empty dictionaries, shared by all hooks
     setattr(_Hook, _name, _value)
 
 
 class PackHook(_Hook, contexts.PackHook):
-    """Packs by the configuration ``config_key``, and tells compilers of ``text``."""
+    """Packs by the configuration ``config_key``, and tells compilers the ``text``."""
 
     text: str
     __call__ = contexts.PackHook.__call__
 
 
 class UnpackHook(_Hook):
-    """Unpacks whatever a pack hook has made."""
-
     __call__ = staticmethod(contexts.unpack)
 
 
 class HookPair(NamedTuple):
-    """What ``saved_tensors_hooks`` takes."""
-
     pack: PackHook
     unpack: UnpackHook
 
 
 _pairs: dict[str, HookPair] = {}
-_pairs_lock = ForkSafeLock()
+_pairs_lock = ForkSafeLock()  # a second pair for a text would recompile everything
 
 
 def hook_pair(text: str) -> HookPair:
-    """The process's one pair for ``text``; see [Note: the text of a configuration]."""
+    """Returns the process's only pair for ``text``; see [Note: the text of a configuration]."""
     pair = _pairs.get(text)
     if pair is None:
         with _pairs_lock.lock:
@@ -170,14 +166,14 @@ def hook_pair(text: str) -> HookPair:
 
 
 def offloads(packed: Tensor) -> Tensor:
-    """What the graph of a hook calls: nothing happens, if it is traced after all. Dynamo, when it traces a
-    backward, must not: it would take the graph for what the hook does."""
+    """Returns its argument; the graph of a hook calls it. Hidden from Dynamo, which would inline this body when it
+    traces a backward."""
     return packed
 
 
 @cache
 def serve_compiled_backwards() -> None:
-    """Has backwards that autograd compiles take what these hooks have packed, for as long as the process lives."""
+    """Has backwards that autograd compiles unpack the handles of these hooks, for the rest of the process."""
     unpack_before_compiled_backwards(lambda hook: hook is contexts.unpack or isinstance(hook, UnpackHook))
 
 

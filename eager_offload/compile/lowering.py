@@ -1,31 +1,29 @@
-"""Which tensors Inductor hands to the operations. Importing this imports Inductor.
+"""Inductor's lowerings of the operators. Importing this module imports Inductor.
 
-[Note: the strides of a host tensor]
-Inductor chooses the strides of what it computes, and where an operation must have others it copies. Without more, it
-would see one set of strides on the source of an offload and another on the host tensor, which leaves the graph: and
-copy the host tensor while bytes are still on their way into it. So the source gets, before it leaves, the strides that
-its host tensor is to have at the end; where that takes a copy, Inductor makes one without an offload too.
+[Note: strides of host tensors]
+Inductor chooses the strides of computed values and copies a value if an operator requires others. If the source of an
+offload and its host tensor, an output of the graph, had different strides, Inductor would copy the host tensor while
+the transfer still writes to it. So the source first gets the strides of the host tensor; if this needs a copy, Inductor
+makes one without offload too.
 
-[Note: the keepalive is what was read]
-If there is such a copy, it is the copy that leaves, and nothing else uses it: its memory would go to the next kernel at
-once. So what ``wait_tensor`` keeps alive is what the offload was really given, whatever its arguments say.
+[Note: keepalive of copied sources]
+Such a copy is the real source of the offload and has no other user, so its memory would be reused at once. So the
+keepalive of ``wait_tensor`` is the buffer that the offload reads, whatever the node's arguments say.
 
-[Note: the memory of a slot is no buffer]
-Within one graph that offloads and reloads, a host tensor is done with after its reload, and Inductor would let a later
-kernel compute into it: into the spill file. So it never hands the memory of one on.
+[Note: no reuse of slots]
+In a graph that offloads and reloads, a host tensor is dead after its reload, and Inductor would let a later kernel
+write to its memory: a slot, or the spill file. So host tensors are excluded from reuse.
 
-[Note: a host tensor weighs nothing]
-Inductor estimates the peak of a graph, orders kernels by it, and keeps a buffer for a later kernel as far as the peak
-allows. The host tensors that a forward returns, or a backward is given, would be most of such a peak, so that every
-buffer of a layer would stay for the next layer: the sum of what each part of a layer needs, in place of the most that
-one does. But they take no memory of the device, and where they stand for a disk none of the host.
+[Note: host tensors and peak memory]
+Inductor estimates the peak of a graph, orders kernels by this peak, and keeps buffers for reuse below it. Host tensors,
+the outputs of a forward and inputs of a backward, would dominate the estimate, and each layer would keep its own
+buffers. Host tensors take no device memory (and on disk no host memory), so they count as 0.
 
 [Note: no CUDA graph around transfers]
-A CUDA graph replays kernels and nothing that the host does, so Inductor would split a graph at each transfer and make
-a CUDA graph of each part. There would be as many as there are transfers, they own what they hand over until the step
-after, and what an operator returns as a tuple cannot be handed over at all: in 2.11 the next forward raises. So a graph
-that moves anything is compiled as without cudagraphs. So are its backward, and what is found in a cache: both go by the
-reason that Inductor keeps with what it has compiled.
+A CUDA graph replays kernels without the host's transfers, so Inductor would split a graph at each transfer and capture
+each part. Each of the many parts keeps its outputs until the next step, and a tuple of results cannot cross parts: in
+torch 2.11 the next forward raises. So graphs with transfers are compiled without cudagraphs, including their backwards
+and entries of the compiler's caches, through the reason that Inductor keeps with a compiled graph.
 """
 
 from __future__ import annotations
@@ -54,23 +52,23 @@ from eager_offload.torch_private.memory import fake_mode_of
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
-#: Inductor keeps it with what it has compiled, and logs it.
+#: The reason that Inductor keeps with the compiled graph, and logs.
 _NO_CUDA_GRAPH = "eager_offload moving saved tensors in this graph, which no replay would do"
 
 
 @cache
 def install_lowerings() -> None:
-    """Tells Inductor how to call the operations, for as long as the process lives."""
+    """Registers the operators with Inductor, for the rest of the process."""
     for operation, prepared in ((ops.offload, _for_offload), (ops.reload, _for_reload), (ops.wait_tensor, _for_wait)):
         make_fallback(operation, prepared, warn=False)  # type: ignore[no-untyped-call]  # torch's
-    order_recomputed_kernels(_is_ours)  # or a reload might be read before it is waited for
+    order_recomputed_kernels(_is_ours)  # otherwise a reload might be read before its wait
     leave_out_of_peak(_is_host_tensor, _is_ours)
 
 
-#: The graphs that Inductor has, or is about to have, kernels of in which one of the operations is.
+#: Graphs of Inductor that contain one of the operators.
 _with_transfers: WeakSet[Any] = WeakSet()
-#: Those of them that move anything, with the host tensors that they bring back: a graph in which nothing moves calls an
-#: operation too, to have that counted.
+#: The graphs among them that transfer bytes, each with the names of the host tensors that it reloads. A graph that
+#: moves nothing contains an operator too, to count its kept bytes.
 _moving: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
@@ -79,9 +77,9 @@ def _is_ours() -> bool:
 
 
 def _note_transfer() -> set[str]:
-    """The graph that is being lowered moves something; returns the host tensors that it brings back, by their names.
+    """Registers the graph that is being lowered as one with transfers; returns its set of reloaded host tensors.
 
-    See [Note: no CUDA graph around transfers] and [Note: a host tensor weighs nothing].
+    See [Note: no CUDA graph around transfers] and [Note: host tensors and peak memory].
     """
     _with_transfers.add(V.graph)
     if V.graph not in _moving:
@@ -102,14 +100,14 @@ def _warn_of_cuda_graphs() -> None:
 
 
 def _for_offload(node: Node, source: Any, /, **named: Any) -> Arguments:
-    """See [Note: the strides of a host tensor]."""
+    """See [Note: strides of host tensors]."""
     value = node.meta.get("val")
     if is_report(node):
         _with_transfers.add(V.graph)
     else:
         _note_transfer()
     if isinstance(source, inductor_ir.TensorBox) and isinstance(value, Tensor):
-        source.realize()  # or each reader that needs it in memory would compute it again
+        source.realize()  # otherwise each reader would recompute it
         prefers = V.graph.nodes_prefer_channels_last
         if node.meta.get(EXACT):
             prefers.discard(node)
@@ -121,12 +119,12 @@ def _for_offload(node: Node, source: Any, /, **named: Any) -> Arguments:
 
 
 def _for_wait(node: Node, tensor: Any, /, *keepalive: Any, **named: Any) -> Arguments:
-    """See [Note: the keepalive is what was read] and [Note: the memory of a slot is no buffer]."""
+    """See [Note: keepalive of copied sources] and [Note: no reuse of slots]."""
     _with_transfers.add(V.graph)
     result: Any = tensor
     while isinstance(result, inductor_ir.MutableBox):
         result = result.data
-    if _is_host_tensor(result):  # or it is the wait of a reload
+    if _is_host_tensor(result):  # the wait of an offload
         V.graph.never_reuse_buffers.add(tensor.get_name())
         read: Any = _call_of(result).inputs[0]
         box = inductor_ir.TensorBox(read if isinstance(read, inductor_ir.BaseView) else inductor_ir.StorageBox(read))
@@ -135,18 +133,18 @@ def _for_wait(node: Node, tensor: Any, /, *keepalive: Any, **named: Any) -> Argu
 
 
 def _for_reload(node: Node, host: Any, /, *arguments: Any, **named: Any) -> Arguments:
-    """See [Note: a host tensor weighs nothing]."""
+    """See [Note: host tensors and peak memory]."""
     _note_transfer().add(host.get_name())
     return (host, *arguments), named
 
 
 def _is_host_tensor(node: Any) -> bool:
-    """Whether ``node`` of Inductor's is what an offload returns, or its call."""
+    """Returns whether an Inductor node is an offload or its result."""
     call = _call_of(node)
     return call is not None and call.op_overload is ops.offload
 
 
 def _call_of(node: Any) -> Any:
-    """The call of an operation without a kernel that ``node`` is, or is a result of."""
+    """Returns the call of a fallback operator that ``node`` is, or is a result of."""
     call = node.inputs[0] if isinstance(node, inductor_ir.MultiOutput) else node
     return call if isinstance(call, inductor_ir.FallbackKernel) else None

@@ -1,45 +1,41 @@
-"""The three operations that compiled code moves bytes with, and one for elements that were gathered.
+"""The operators with which compiled code transfers bytes, and one for gathered elements.
 
-``offload`` returns a host tensor of the source's size and strides, which stands for its bytes; ``reload`` returns a
-tensor like that one on ``device``. With ``wait=False`` they only start the transfer: before the result of a reload is
-read, and before the source of an offload is written over or let go of, comes ``wait_tensor``, with the result of the
-transfer and with its source as ``keepalive``.
+``offload`` returns a host tensor like the source; ``reload`` returns a tensor like the host tensor on ``device``. With
+``wait=False`` they only start the copy. Then call ``wait_tensor`` with the result and the source, before the source of
+an offload is overwritten or freed, and before the result of a reload is read.
 
-    host = offload(x, wait=False)        # the copy starts
-    ...                                  # whatever does not change x
-    wait_tensor(host, x)                 # x may go from here on
+    host = offload(x, wait=False)        # starts the copy
+    ...                                  # x must not change
+    wait_tensor(host, x)                 # x may be freed from here on
 
     y = reload(host, device, wait=False)
     ...
     wait_tensor(y, host)
     y.sum()
 
-``config`` is :meth:`OffloadConfig.to_text`; the innermost :class:`Offload` of that configuration that is active on the
-calling thread does the work and counts it. ``after`` is a tensor that has to exist first, and nothing else: compilers
-keep an order only where data flows. ``region`` goes with the first offload of a graph: what the graph keeps, for the
-stats. A graph that moves nothing offloads an empty tensor to say so. ``window`` is what the graph's transfers that way
-keep to, in bytes: for the pass that orders them, and for the stats.
+Arguments:
 
-``spread`` puts elements that travelled without what lay between them back in their places. Kernels choose the order of
-a summation by strides and alignment. So a value that left gathered comes back with the strides that it had, and, modulo
-the alignment that counts, at the address.
+- ``config``: from :meth:`OffloadConfig.to_text`. The thread's innermost active :class:`Offload` of this configuration
+  does the work and counts it.
+- ``after``: a tensor that must be computed before: compilers keep only the order of data flow.
+- ``region``: the graph's kept bytes, for the stats; in its first offload. A graph that moves nothing offloads an empty
+  tensor to pass them.
+- ``window``: the limit in bytes of the graph's transfers in this direction, for the ordering pass and the stats.
 
-[Note: a wait is a mutation]
-No operation returns its input: compilers take the result of an operation for memory of its own, reuse it, and
-gradients come out wrong. So ``wait_tensor`` returns nothing and is declared to write to its first argument, which is
-what happens: the bytes of a transfer appear there. Functionalization would replace what it writes to by a copy, so
-passes put waits into graphs that have been functionalized.
+``spread`` copies gathered elements to their strides, and to their address modulo the alignment: kernels choose the
+order of a summation by strides and alignment.
 
-[Note: the host tensor]
-Between the forward graph and the backward graph only tensors can travel. An offload returns a CPU tensor of the
-source's size and strides over the very memory of its slot: pinned or plain memory, or a mapping of the spill file,
-which takes no memory as long as it is not read. Its storage owns :class:`HostBytes`, and when it goes the slot goes
-back. So lifetime belongs to autograd here too: ``retain_graph``, several backwards and graphs that are never run
-backward need no more than that. Only a reload knows where the bytes are: after a failed write they are elsewhere, and
-on an accelerator the wait is a stream's, not that of a reader of host memory. On a CPU, a host tensor whose bytes did
-arrive shows them.
+[Note: waits as mutations]
+No operator returns its input: compilers would reuse the memory of the result, and gradients would be wrong. So
+``wait_tensor`` returns nothing and is declared to write to its first argument, where the bytes of the transfer appear.
+Functionalization would replace a written tensor by a copy, so waits are inserted after functionalization.
 
-A graph was planned as a whole before it runs, so nothing here decides: the device's offloader does what the graph says.
+[Note: host tensors]
+Only tensors pass from the forward graph to the backward graph. So an offload returns a CPU tensor over the memory of
+its slot: pinned or plain memory, or a mapping of the spill file, which takes no memory until it is read. The tensor's
+storage owns a :class:`HostBytes`, which returns the slot when autograd frees the tensor. This covers ``retain_graph``,
+several backwards, and graphs without a backward. Only ``reload`` can read the bytes: after a failed write they are
+elsewhere, and on an accelerator a stream waits for them, not the host.
 """
 
 from __future__ import annotations
@@ -68,8 +64,7 @@ from eager_offload.torch_private.calls import OpOverload, library, set_over
 from eager_offload.torch_private.memory import span_of
 
 _library = library("eager_offload", "DEF")
-#: A CUDA graph would replay the kernels around them and not what the host does here. (The strides with which Inductor
-#: hands tensors over are the business of lowering.py.)
+#: A CUDA graph would replay the kernels without the host's transfers. (For strides see lowering.py.)
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _library.define(
     'offload(Tensor source, *, str config="", bool wait=True, Tensor? after=None, str? region=None, int window=0) '
@@ -87,13 +82,13 @@ offload = torch.ops.eager_offload.offload.default
 reload = torch.ops.eager_offload.reload.default
 spread = torch.ops.eager_offload.spread.default
 wait_tensor = torch.ops.eager_offload.wait_tensor.default
-#: Those that move bytes.
+#: The operators that transfer bytes.
 OPERATIONS = (offload, reload, wait_tensor)
 for _operation in OPERATIONS:
     torch.fx.has_side_effect(_operation)
 
 
-#: The attribute of a storage that holds what it owns: torch keeps the Python object of a storage, with its attributes.
+#: The attribute by which a storage owns an object: torch keeps the Python object of a storage, with its attributes.
 _OWNED = "_eager_offload"
 _CAPTURED = "compiled code that offloads was called"
 _OUT_OF_ROOM = (
@@ -112,7 +107,7 @@ class _Record(BytesRecord["HostBytes"]):
 
 
 class HostBytes:
-    """The bytes that a host tensor stands for. Its storage owns it, and nothing else does."""
+    """The bytes of a host tensor, whose storage is the only owner."""
 
     __slots__ = (
         *("__weakref__", "alignment_offset", "failure", "is_pending", "kept", "nbytes", "offloader", "record", "slot"),
@@ -123,33 +118,34 @@ class HostBytes:
         self, offloader: DeviceOffloader, source: Tensor, slot: Slot | None, counters: Counters, kept_bytes: int
     ) -> None:
         self.record = _Record(self, offloader.on_death)
-        self.record.save(counters, source.nbytes, KeepReason.BUDGET, source.nbytes)  # until it is on its way
+        self.record.save(counters, source.nbytes, KeepReason.BUDGET, source.nbytes)  # until the copy starts
         self.record.keep_beside(kept_bytes)
         offloader.records.add(self.record)
         self.offloader = offloader
         self.slot = slot
         self.nbytes = span_of(source)
-        #: The address of the first byte, modulo the alignment that reloads keep.
+        #: The address of the first source byte, modulo the alignment that reloads keep.
         self.alignment_offset = source.data_ptr() % ALIGNMENT
-        #: The copy out, and what made it fail.
+        #: The copy out, and its failure.
         self.transfer: Transfer | None = None
         self.failure: OffloadError | None = None
-        #: Whether its wait has not come yet.
+        #: Until `wait_tensor`.
         self.is_pending = True
-        #: A copy of bytes that could not leave, and what stands behind the compute that made it.
+        #: A copy of bytes that no tier took, and the event after the copy.
         self.kept: tuple[Tensor, Event] | None = None
 
 
-class _Arriving:
-    """A reload that a graph has asked for; the target's storage owns it."""
+class _Reload:
+    """A reload, owned by the storage of its target."""
 
     __slots__ = ("is_pending", "offloader", "transfer")
 
     def __init__(self, offloader: DeviceOffloader | None = None, transfer: Transfer | None = None) -> None:
-        #: Both ``None`` where the bytes are there already. Weak: it holds the target, whose storage owns this.
+        #: ``None`` if the bytes are there already. Weak: the offloader holds the target, whose storage owns this
+        #: object.
         self.offloader = None if offloader is None else weakref.ref(offloader)
         self.transfer = transfer
-        #: Whether its wait has not come yet.
+        #: Until `wait_tensor`.
         self.is_pending = True
 
 
@@ -157,10 +153,9 @@ class _Arriving:
 
 
 def move_out(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None) -> Tensor:
-    """Starts to move the bytes that ``source`` spans; returns the host tensor that stands for them.
+    """Starts the copy of the bytes that ``source`` spans; returns the host tensor.
 
-    Where no tier has room, the bytes are copied to plain host memory, or else on the device: a graph has no way to keep
-    what it was compiled to let go of.
+    If no tier has room, copies the bytes to plain host memory, or else on the device: compiled code frees the source.
     """
     offloader.refuse_call(_CAPTURED)
     with offloader.crashing():
@@ -170,33 +165,33 @@ def move_out(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: 
             kept = 0 if region is None else _begin_region(transfers, region, waits=wait)
         slot = None if offloader.is_crashed else offloader.reserve(span_of(source), fallback=_OUT_OF_ROOM)
         with offloader.lock, offloader.locked() as transfers:
-            if transfers.is_crashed:  # while a tier grew
+            if transfers.is_crashed:  # crashed while a tier grew
                 slot = None
             memory = None
             if slot is not None:
-                with suppress(MemoryError):  # the system has a limit of mappings for each process
+                with suppress(MemoryError):  # each process has a limit of mappings
                     memory = slot.memory()
-            stands_for = HostBytes(offloader, source, None if memory is None else slot, counters, kept)
+            host_bytes = HostBytes(offloader, source, None if memory is None else slot, counters, kept)
             if slot is None or memory is None:
-                host = _stay(stands_for, source)
+                host = _stay(host_bytes, source)
             else:
-                host = _over(memory, source, stands_for)
-                record, storage = stands_for.record, source.untyped_storage()
-                transfer = Transfer(slot, stands_for.nbytes, record.counters, record, storage)
+                host = _over(memory, source, host_bytes)
+                record, storage = host_bytes.record, source.untyped_storage()
+                transfer = Transfer(slot, host_bytes.nbytes, record.counters, record, storage)
                 transfers.add_resident(transfer.nbytes, transfer)
                 stream = transfers.runtime.current_stream(transfers.device)
                 transfers.offload(flat_bytes(source), slot, stream, transfer, at_once=True)
-                stands_for.transfer = transfer
+                host_bytes.transfer = transfer
             if transfers.transfer_log.on_entry is not None:
-                transfers.transfer_log.write(GraphOffloaded(stands_for.record, region or ""))
+                transfers.transfer_log.write(GraphOffloaded(host_bytes.record, region or ""))
     if wait:
-        _wait_for_offload(stands_for, source)
+        _wait_for_offload(host_bytes, source)
     return host
 
 
 def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
     accounts, counters = transfers.accounts, transfers.accounts.counters
-    counters.begin(step=not contexts.thread.contexts)  # nothing of it need run inside a `with`
+    counters.begin(step=not contexts.thread.contexts)  # the graph may run outside of every `with`
     counters.compiled_regions += 1
     counters.graphs.add(region)
     if waits:
@@ -216,66 +211,68 @@ def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
     return counters.kept_by_graph(region)
 
 
-def _wait_for_offload(stands_for: HostBytes, keepalive: Tensor | None) -> None:
-    """The source may be written over once this returns (on an accelerator: by what is enqueued from then on).
+def _wait_for_offload(host_bytes: HostBytes, keepalive: Tensor | None) -> None:
+    """Waits until the source may be overwritten (on an accelerator: by work enqueued from then on).
 
-    From ``keepalive``, the source, the bytes are saved if they did not arrive.
+    After a failed copy, copies the bytes from ``keepalive``, the source.
     """
-    offloader, transfer = stands_for.offloader, stands_for.transfer
+    offloader, transfer = host_bytes.offloader, host_bytes.transfer
     if transfer is not None:
-        # Of a disk only the host learns whether a write has failed, and the source goes after this.
+        # Only the host learns of a failed write to disk. The source is freed after this, so the host waits and not a
+        # stream.
         stream = None if transfer.tier == "disk" else offloader.runtime.current_stream(offloader.device)
         failure: OffloadError | None = None
         try:
-            offloader.wait(transfer, stream, "offload", fills_window=True)  # which says how late a graph waits
+            offloader.wait(transfer, stream, "offload", fills_window=True)  # the window placed this wait
         except OffloadError as error:
             failure = error.with_traceback(None)
         with offloader.lock, offloader.locked() as transfers:
-            stands_for.is_pending = False
+            host_bytes.is_pending = False
             transfers.complete(transfer, failure)
-            if (failure := stands_for.failure) is not None:
+            if (failure := host_bytes.failure) is not None:
                 if keepalive is None:
                     raise failure
-                _keep(stands_for, keepalive)
-    stands_for.is_pending = False
+                _keep(host_bytes, keepalive)
+    host_bytes.is_pending = False
 
 
-def _stay(stands_for: HostBytes, source: Tensor) -> Tensor:
-    """No tier has room: the host tensor stands for a copy."""
-    stands_for.record.stay(KeepReason.BUDGET)
-    kept = _keep(stands_for, source)
+def _stay(host_bytes: HostBytes, source: Tensor) -> Tensor:
+    """Returns a host tensor for a copy of the source."""
+    host_bytes.record.stay(KeepReason.BUDGET)
+    kept = _keep(host_bytes, source)
     if kept.device.type == "cpu":
-        return _over(view_of(kept.data_ptr(), stands_for.nbytes, kept), source, stands_for)
-    # It only has to say what it stands for: nothing reads it, so it takes no memory.
+        return _over(view_of(kept.data_ptr(), host_bytes.nbytes, kept), source, host_bytes)
+    # A placeholder without memory: only `reload` uses it.
     host = _fake_offload(source)
-    host.untyped_storage().__dict__[_OWNED] = stands_for
+    host.untyped_storage().__dict__[_OWNED] = host_bytes
     return host
 
 
-def _keep(stands_for: HostBytes, source: Tensor) -> Tensor:
-    """Copies what ``source`` spans into plain host memory, or where there is none on its device."""
-    offloader = stands_for.offloader
+def _keep(host_bytes: HostBytes, source: Tensor) -> Tensor:
+    """Copies the bytes that ``source`` spans to plain host memory, or to its device if the host has none."""
+    offloader = host_bytes.offloader
     flat, runtime = flat_bytes(resolved(source)), offloader.runtime
     stream, kept = runtime.current_stream(offloader.device), None
     with runtime.enter(stream):
-        for device in _homes(source.device, stands_for.nbytes):
+        for device in _homes(source.device, host_bytes.nbytes):
             try:
                 kept = torch.empty_like(flat, device=device).copy_(flat)
                 break
-            except (MemoryError, RuntimeError):  # torch raises the one or the other
+            except (MemoryError, RuntimeError):  # torch raises either, depending on the device
                 continue
     if kept is None:
         raise CapacityError(
-            f"neither a tier nor the memory of the host or of {source.device} has room for {stands_for.nbytes} bytes, "
+            f"neither a tier nor the memory of the host or of {source.device} has room for {host_bytes.nbytes} bytes, "
             "and compiled code cannot keep the tensor: raise host_budget or disk_budget, or compile with a larger "
             "min_bytes"
         )
-    stands_for.kept, stands_for.slot = (kept, runtime.record(stream)), None
+    host_bytes.kept, host_bytes.slot = (kept, runtime.record(stream)), None
     return kept
 
 
 def _homes(device: torch.device, nbytes: int) -> list[torch.device]:
-    """Where a copy of bytes that no tier takes may go, the first choice in front; not to a host that is short too."""
+    """Returns the devices for a copy of bytes that no tier takes, in order of preference; the host only if it has
+    memory."""
     host = torch.device("cpu")
     if device.type != host.type:
         try:
@@ -288,77 +285,77 @@ def _homes(device: torch.device, nbytes: int) -> list[torch.device]:
 # -- backward -----------------------------------------------------------------------------------------------------
 
 
-def bring_back(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
-    """Starts to bring back what ``host``, which may be a view, stands for; returns a tensor like it, on the device."""
-    offloader = stands_for.offloader
+def bring_back(host_bytes: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
+    """Starts the reload of ``host``, which may be a view of a host tensor; returns the device tensor."""
+    offloader = host_bytes.offloader
     offloader.refuse_call(_CAPTURED)
     what, found = "reload" if wait else "prefetch", None
     with offloader.lock, offloader.locked() as transfers:
         transfers.poll()
-        if stands_for.is_pending:
+        if host_bytes.is_pending:
             raise OffloadError(
                 "reload was called before the offload was waited for: put eager_offload::wait_tensor between "
                 "eager_offload::offload(..., wait=False) and the reload of its result"
             )
-        if stands_for.record.state is not KEPT:
-            stands_for.record.on_unpack(resident=False)
+        if host_bytes.record.state is not KEPT:
+            host_bytes.record.on_unpack(resident=False)
         with suppress(torch.OutOfMemoryError, MemoryError):
-            found = _start_reload(transfers, stands_for, what)
+            found = _start_reload(transfers, host_bytes, what)
     if found is None:
         offloader.make_room()
         failure: Exception | None = None
         with offloader.lock, offloader.locked() as transfers:
             try:
-                found = _start_reload(transfers, stands_for, what)
+                found = _start_reload(transfers, host_bytes, what)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 failure = error
         if failure is not None:
             raise failure
         assert found is not None
-    target, arriving = found
+    target, pending = found
     tensor = _like_host(target, host)
-    tensor.untyped_storage().__dict__[_OWNED] = arriving
+    tensor.untyped_storage().__dict__[_OWNED] = pending
     if wait:
-        _wait_for_reload(arriving)
+        _wait_for_reload(pending)
     return tensor
 
 
-def _start_reload(transfers: Transfers, stands_for: HostBytes, what: str) -> tuple[Tensor, _Arriving]:
+def _start_reload(transfers: Transfers, host_bytes: HostBytes, what: str) -> tuple[Tensor, _Reload]:
     runtime = transfers.runtime
     stream = runtime.current_stream(transfers.device)
-    layout = Layout(stands_for.nbytes, stands_for.alignment_offset)
-    if stands_for.kept is None:
-        assert stands_for.slot is not None
-        assert stands_for.transfer is not None
-        left = stands_for.transfer.event
+    layout = Layout(host_bytes.nbytes, host_bytes.alignment_offset)
+    if host_bytes.kept is None:
+        assert host_bytes.slot is not None
+        assert host_bytes.transfer is not None
+        left = host_bytes.transfer.event
         after = () if runtime.query(left) else (left,)
-        target, transfer = transfers.reload(stands_for.slot, layout, stream, what, after=after, held_after=False)
-        return target, _Arriving(stands_for.offloader, transfer)
-    target, (kept, copied) = runtime.allocate(layout, transfers.device, stream), stands_for.kept
-    runtime.wait(stream, copied)  # another stream may have made the copy
+        target, transfer = transfers.reload(host_bytes.slot, layout, stream, what, after=after, held_after=False)
+        return target, _Reload(host_bytes.offloader, transfer)
+    target, (kept, copied) = runtime.allocate(layout, transfers.device, stream), host_bytes.kept
+    runtime.wait(stream, copied)  # the copy may be on another stream
     target.copy_(kept)
     done = runtime.record(stream)
-    if not runtime.query(done):  # else it would be held until the next call, which may never come
+    if not runtime.query(done):  # otherwise `kept` would be held until the next call, which may never come
         runtime.keep_until(done, kept)
-    return target, _Arriving()
+    return target, _Reload()
 
 
-def _wait_for_reload(arriving: _Arriving) -> None:
-    """What was reloaded may be read once this returns (on an accelerator: by what is enqueued from then on)."""
-    if (transfer := arriving.transfer) is not None:
-        assert arriving.offloader is not None
-        if (offloader := arriving.offloader()) is None:
+def _wait_for_reload(pending: _Reload) -> None:
+    """Waits until the result may be read (on an accelerator: by work enqueued from then on)."""
+    if (transfer := pending.transfer) is not None:
+        assert pending.offloader is not None
+        if (offloader := pending.offloader()) is None:
             raise OffloadError("a reload was waited for after the host tensor that it came from had gone")
         failure: OffloadError | None = None
         try:
             offloader.wait(transfer, offloader.runtime.current_stream(offloader.device), "reload")
-        except OffloadError as error:  # not where the wait is interrupted: the copy goes on, into what it keeps alive
+        except OffloadError as error:  # an interrupt passes: the copy continues, and its target stays alive
             failure = error
         with offloader.lock, offloader.locked() as transfers:
             transfers.mark_consumed(transfer)
         if failure is not None:
             raise failure
-    arriving.is_pending = False
+    pending.is_pending = False
 
 
 # -- tensors ------------------------------------------------------------------------------------------------------
@@ -370,7 +367,7 @@ def bytes_of(host: Tensor) -> HostBytes | None:
 
 
 def resolved(tensor: Tensor) -> Tensor:
-    """``tensor``, or a copy of the same strides if its bytes are not its values: the bits for that do not travel."""
+    """Returns ``tensor``, or a copy if it is lazily conjugated or negated: those bits are not copied with the bytes."""
     if not (tensor.is_conj() or tensor.is_neg()):
         return tensor
     plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -383,17 +380,17 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return set_over(flat, storage, int(tensor.storage_offset()) * tensor.itemsize, (span_of(tensor),), (1,))
 
 
-def _over(memory: memoryview, source: Tensor, stands_for: HostBytes) -> Tensor:
-    """A CPU tensor like ``source`` over ``memory``; its storage owns ``stands_for``."""
+def _over(memory: memoryview, source: Tensor, host_bytes: HostBytes) -> Tensor:
+    """Returns a CPU tensor like ``source`` over ``memory``, whose storage owns ``host_bytes``."""
     storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    storage.__dict__[_OWNED] = stands_for
+    storage.__dict__[_OWNED] = host_bytes
     return torch.empty(0, dtype=source.dtype).set_(storage, 0, source.size(), source.stride())
 
 
 def _like_host(target: Tensor, host: Tensor) -> Tensor:
-    """A tensor like ``host``, which may be a view of what was offloaded, over the flat ``target``."""
+    """Returns a tensor like ``host``, which may be a view of a host tensor, over the flat ``target``."""
     if target.storage_offset() and target.device.type == "cpu":
-        # Compiled code counts from the beginning of a storage.
+        # Compiled code counts from the beginning of a storage, so the target gets a storage of its own.
         target = torch.frombuffer(view_of(target.data_ptr(), target.numel(), target), dtype=torch.uint8)
     offset = int(target.storage_offset()) // host.itemsize + int(host.storage_offset())
     empty = torch.empty(0, dtype=host.dtype, device=target.device)
@@ -408,7 +405,6 @@ def _owned_by(tensor: Tensor) -> object:
 
 
 def _refuse_autograd(operation: OpOverload, given: Tensor) -> None:
-    """There would be a gradient that is not defined."""
     if given.requires_grad and torch.is_grad_enabled():
         raise OffloadError(
             f"{operation} is part of a graph that autograd has left behind and has no gradient, but its input requires "
@@ -448,13 +444,13 @@ def _reload(
     window: int = 0,
 ) -> Tensor:
     _refuse_autograd(reload, host)
-    stands_for = bytes_of(host)
-    if stands_for is None:
-        tensor = _fake_reload(host, device).copy_(host)  # it holds the bytes itself
-        tensor.untyped_storage().__dict__[_OWNED] = _Arriving()
+    host_bytes = bytes_of(host)
+    if host_bytes is None:
+        tensor = _fake_reload(host, device).copy_(host)  # a plain tensor has its own bytes
+        tensor.untyped_storage().__dict__[_OWNED] = _Reload()
         return tensor
-    stands_for.offloader.accounts.counters.prefetch_bytes = window
-    return bring_back(stands_for, host, wait=wait)
+    host_bytes.offloader.accounts.counters.prefetch_bytes = window
+    return bring_back(host_bytes, host, wait=wait)
 
 
 def _wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, *, after: Tensor | None = None) -> None:
@@ -462,7 +458,7 @@ def _wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, *, after: Tens
     pending = _owned_by(tensor)
     if isinstance(pending, HostBytes) and pending.is_pending:
         _wait_for_offload(pending, keepalive)
-    elif isinstance(pending, _Arriving) and pending.is_pending:
+    elif isinstance(pending, _Reload) and pending.is_pending:
         _wait_for_reload(pending)
     elif tensor.numel():
         raise OffloadError(
@@ -499,5 +495,5 @@ for _name, _real, _fake in (
     _library.impl(_name, _real, "CompositeExplicitAutograd")
     register_fake(f"eager_offload::{_name}", _fake, lib=_library)
 for _name in ("offload", "reload", "wait_tensor"):
-    for _bit in ("Conjugate", "Negative"):  # torch would hand over a copy with other strides than the graph knows
+    for _bit in ("Conjugate", "Negative"):  # otherwise torch passes a copy, with other strides than the graph expects
         _library.impl(_name, torch.library.fallthrough_kernel, _bit)

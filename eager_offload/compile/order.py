@@ -1,9 +1,9 @@
-"""When transfers start and where they are waited for, within a graph whose operators run one after another.
+"""Places the starts and waits of transfers in a graph whose operators run one after another.
 
-insert_asynchronous   offload, wait           wait, use       where transfers may stand at the earliest, or the latest
-prefetch                             reload, ..., wait, use     reloads as early as hides them
-sink_waits          offload, ..., wait                          waits as late as the window allows
-pin                                                             all of that, whatever a compiler reorders
+insert_asynchronous   offload, wait           wait, use       the earliest waits of offloads, the latest of reloads
+prefetch                             reload, ..., wait, use     reloads start just early enough to be hidden
+sink_waits          offload, ..., wait                          waits are as late as the window allows
+pin                                                             keeps this order when a compiler reorders
 """
 
 from __future__ import annotations
@@ -22,14 +22,7 @@ from torch.fx import Graph, Node
 
 from eager_offload.compile import ops
 from eager_offload.compile.decide import Estimate, bandwidth_of, counts_flops, roofline
-from eager_offload.compile.graphs import (
-    CONVOLUTIONS,
-    nbytes_of,
-    on_a_copy,
-    storage_of,
-    tensor_of,
-    written_by,
-)
+from eager_offload.compile.graphs import CONVOLUTIONS, nbytes_of, on_a_copy, storage_of, tensor_of, written_by
 from eager_offload.compile.insert import insert_asynchronous_in_place
 from eager_offload.compile.keys import cache_key, key_of
 from eager_offload.planning.machine import machine_of
@@ -48,64 +41,64 @@ from eager_offload.torch_private.inductor import (
 # -- out --------------------------------------------------------------------------------------------------------------
 
 
-class _Leaving(NamedTuple):
-    """An offload that has started and that was not waited for yet."""
-
+class _InFlight(NamedTuple):
     host: Node
     wait: Node
     nbytes: int
 
 
 def sink_waits_in_place(graph: Graph, window_bytes: int) -> None:
-    """Waits for offloads as late as the in-flight window allows.
+    """Moves the waits of offloads as late as the in-flight window allows.
 
     host = offload(x, wait=False)             host = offload(x, wait=False)
     wait_tensor(host, x)                      y = mm(x, w)
     y = mm(x, w)                              z = mm(y, v)
-    z = mm(y, v)                              wait_tensor(host, x)       # no room for z beside x
+    z = mm(y, v)                              wait_tensor(host, x)       # no room in the window for z
     other = offload(z, wait=False)            other = offload(z, wait=False)
     wait_tensor(other, z)                     ...
     ...                                       wait_tensor(other, z)
     return host, other                        return host, other
 
-    What has started and was not waited for is never more than ``window_bytes``; one that is larger travels alone. Waits
-    come in the order in which the transfers have started, and before anything that uses a host tensor or writes over a
-    source; a wait is what keeps its source's memory from being handed on. What fits the window is waited for at the
-    end.
+    Waits come in the order of the offloads, each before
+
+    1. an offload with which more than ``window_bytes`` would be in flight (a larger one is in flight alone);
+    2. a use of its host tensor, or a write to its source;
+    3. the end of the graph.
+
+    Until its wait, the memory of a source is not reused.
 
     Args:
         window_bytes: ``max_inflight_bytes``.
     """
     waits = _waits(graph, ops.offload)
-    sinking = set(waits.values())
-    flying, nbytes = deque[_Leaving](), 0
-    hosts, sources = dict[Node, _Leaving](), dict[object, _Leaving]()
+    sunk = set(waits.values())
+    in_flight, nbytes = deque[_InFlight](), 0
+    hosts, sources = dict[Node, _InFlight](), dict[object, _InFlight]()
     for node in list(graph.nodes):
-        if node in sinking:
+        if node in sunk:
             continue
-        coming = _Leaving(node, waits[node], _bytes_of(node.args[0])) if node in waits else None
+        started = _InFlight(node, waits[node], _bytes_of(node.args[0])) if node in waits else None
         needed = [one for one in (hosts.get(each) for each in node.all_input_nodes) if one is not None]
         needed += [one for one in (sources.get(key) for key in _written(node)) if one is not None]
-        while flying and (
+        while in_flight and (
             node.op == "output"
             or any(one.host in hosts for one in needed)
-            or (coming is not None and nbytes + coming.nbytes > window_bytes)
+            or (started is not None and nbytes + started.nbytes > window_bytes)
         ):
-            over = flying.popleft()
+            over = in_flight.popleft()
             node.prepend(over.wait)
             nbytes -= over.nbytes
             del hosts[over.host]
-        if coming is not None:
-            flying.append(coming)
-            nbytes += coming.nbytes
-            hosts[node] = sources[storage_of(node.args[0])] = coming
+        if started is not None:
+            in_flight.append(started)
+            nbytes += started.nbytes
+            hosts[node] = sources[storage_of(node.args[0])] = started
 
 
 sink_waits = on_a_copy(sink_waits_in_place)
 
 
 def _waits(graph: Graph, operation: OpOverload) -> dict[Node, Node]:
-    """The wait of each transfer of that kind that has one."""
     return {
         node.args[0]: node
         for node in graph.find_nodes(op="call_function", target=ops.wait_tensor)
@@ -118,7 +111,7 @@ def _bytes_of(node: object) -> int:
 
 
 def _written(node: Node) -> list[object]:
-    """The storages that ``node`` writes into, if it is no transfer: what those write to is theirs to order."""
+    """Returns the storages that ``node`` writes to; none for transfers, which order their own writes."""
     return [] if node.target in ops.OPERATIONS else written_by(node)
 
 
@@ -126,27 +119,26 @@ def _written(node: Node) -> list[object]:
 
 
 @dataclass
-class _Arriving:
-    """A reload, by positions among the nodes that stay where they are."""
+class _Reload:
+    """A reload; positions count the nodes that do not move."""
 
     reload: Node
     wait: Node
     nbytes: int
-    #: Views of it that nothing reads before its first use; they come behind the wait.
+    #: Views before its first use; they move behind the wait.
     views: list[Node] = field(default_factory=list)
-    #: Before which node it is needed, and before which it may start at the earliest.
+    #: The position of its first use, and the earliest position at which it may start.
     needed: int = 0
     earliest: int = 0
-    #: Before which it starts.
     start: int = 0
-    #: The one, by place in the order of need, that has to be in use before this one starts; -1 for none.
+    #: The index, in order of use, of the last reload whose use must come before this one starts; -1 for none.
     behind: int = -1
 
 
 def prefetch_in_place(
     graph: Graph, cap_bytes: int, bandwidth: float, estimate: Estimate, *, margin: float = 1.5
 ) -> None:
-    """Starts reloads as early as it takes to hide them, and waits for each where it is used first.
+    """Starts reloads just early enough to be hidden, and waits for each right before its first use.
 
     def backward(host, other, t):             def backward(host, other, t):
         x = reload(host, wait=False)              u = mul(t, t)
@@ -158,41 +150,44 @@ def prefetch_in_place(
         wait_tensor(x, host)                      wait_tensor(x, host)
         return mm(w, x)                           return mm(w, x)
 
-    From the first use back, operator by operator, until their time covers the transfer. The link carries one reload
-    after another, in the order in which they are needed, so one that is needed soon has those before it start earlier.
-    What has started and is not in use yet is never more than ``cap_bytes``; one that is larger comes alone. No reload
-    starts before the graph's inputs are there, or before the wait of its own offload, where that is in the same graph.
+    1. Go back from the last use to the first. The link carries one reload at a time, in order of use, so a reload must
+       end before its own use and before the next reload starts.
+    2. Start each reload before the operators whose time covers its copy, at a place where it can be pinned if there is
+       one.
+    3. Delay starts until at most ``cap_bytes`` are reloaded and not in use yet (a larger reload is alone).
+
+    No reload starts before the graph's inputs, or before the wait of its own offload if that is in the same graph.
 
     Args:
-        cap_bytes: ``prefetch_bytes``; with 0 each reload starts where it is needed.
-        bandwidth: bytes a second to the device.
-        estimate: seconds that a node takes.
-        margin: how much longer than that a transfer is taken to need.
+        cap_bytes: ``prefetch_bytes``; with 0 each reload starts at its first use.
+        bandwidth: bytes/s to the device.
+        estimate: returns the seconds that a node takes.
+        margin: factor on the time of a copy.
     """
-    reloads = _waits(graph, ops.reload).items()
-    arriving = [_Arriving(reload, wait, _bytes_of(reload), _early_views(reload)) for reload, wait in reloads]
-    if not arriving:
+    waits = _waits(graph, ops.reload).items()
+    reloads = [_Reload(reload, wait, _bytes_of(reload), _early_views(reload)) for reload, wait in waits]
+    if not reloads:
         return
-    moved = {node for one in arriving for node in (one.reload, one.wait, *one.views)}
+    moved = {node for one in reloads for node in (one.reload, one.wait, *one.views)}
     fixed = [node for node in graph.nodes if node not in moved]
-    _locate(arriving, fixed)
-    arriving.sort(key=lambda one: one.needed)
+    _locate(reloads, fixed)
+    reloads.sort(key=lambda one: one.needed)
     began = list(accumulate((estimate(node) for node in fixed), initial=0.0))
-    # Where a transfer can be pinned, and of these places the good ones. See [Note: what transfers are pinned to].
+    # The places at which a transfer can be pinned, and the good ones of them: see [Note: pins of transfers].
     results = [n for n, node in enumerate(fixed) if _is_result(node)]
     ends = _ends_of_products(graph, fixed, results)
     last_results, pins = _last_of(results, len(fixed)), _last_of(ends, len(fixed))
     free = float("inf")
-    for one in reversed(arriving):
+    for one in reversed(reloads):
         free = min(began[one.needed], free) - margin * one.nbytes / bandwidth
         start = max(min(bisect_right(began, free) - 1, one.needed), one.earliest)
         if pins[start] >= one.earliest:
             start = pins[start] + 1
-        elif last_results[start] >= one.earliest:  # a product before it reads what the next one reads
+        elif last_results[start] >= one.earliest:  # between products that share an input
             start = one.earliest
         one.start = start
-    _hold_back(arriving, cap_bytes)
-    for node, place in _merged(arriving):
+    _hold_back(reloads, cap_bytes)
+    for node, place in _merged(reloads):
         fixed[place].prepend(node)
 
 
@@ -200,16 +195,16 @@ prefetch = on_a_copy(prefetch_in_place)
 
 
 def _last_of(places: Collection[int], count: int) -> list[int]:
-    """For each of so many positions, and the one behind them, the last of ``places`` before it; -1 where none is."""
+    """Returns, for each position up to ``count``, the last of ``places`` before it; -1 for none."""
     found = set(places)
     return list(accumulate((n if n in found else -1 for n in range(count)), max, initial=-1))
 
 
 def _ends_of_products(graph: Graph, fixed: Sequence[Node], results: Sequence[int]) -> list[int]:
-    """Of the positions in ``fixed`` of products' results, those behind which none reads what the one before reads too.
+    """Returns the positions of products' results after which the next product shares no input with the last.
 
-    One kernel makes what both read, in the layout that each of them takes. A reload between the two would have the
-    second wait for it, with the part of that kernel that is made for it. What is in memory anyway does not count.
+    One kernel computes an input of two products, in the layouts of both; a reload between the products would split this
+    kernel. Inputs that are in memory anyway do not count.
     """
     made = (node for node in graph.nodes if node.target in ops.OPERATIONS or node.op == "placeholder")
     in_memory = {storage_of(node) for node in (*made, *[fixed[place] for place in results])} | {None}
@@ -220,13 +215,13 @@ def _ends_of_products(graph: Graph, fixed: Sequence[Node], results: Sequence[int
         storages = {storage_of(one) for one in _made_before(product)} - in_memory
         if before >= 0 and read.isdisjoint(storages):
             ends.append(before)
-        in_memory |= read  # a kernel has made it for a product before
+        in_memory |= read  # computed by a kernel for an earlier product
         read = storages
     return [*ends, *results[-1:]]
 
 
 def _early_views(reload: Node) -> list[Node]:
-    """The views of ``reload`` before its first use, in order. They read nothing, so a wait may stand before them."""
+    """Returns the views of ``reload`` before its first use. They read no bytes, so they may move behind the wait."""
     key = storage_of(reload)
     views, pending, first = list[Node](), [reload], None
     while pending:
@@ -242,11 +237,10 @@ def _early_views(reload: Node) -> list[Node]:
     return sorted(view for view in views if first is None or view < first)
 
 
-def _locate(arriving: Sequence[_Arriving], fixed: Sequence[Node]) -> None:
-    """Finds where each is needed, and where it may start at the earliest."""
+def _locate(reloads: Sequence[_Reload], fixed: Sequence[Node]) -> None:
     place = {node: position for position, node in enumerate(fixed)}
     inputs = sum(node.op == "placeholder" for node in fixed)
-    for one in arriving:
+    for one in reloads:
         own = {one.reload, one.wait, *one.views}
         uses = [place[user] for node in own for user in node.users if user not in own and user in place]
         one.needed = min(uses, default=len(fixed) - 1)
@@ -256,29 +250,29 @@ def _locate(arriving: Sequence[_Arriving], fixed: Sequence[Node]) -> None:
         one.earliest = min(max(inputs, *(position + 1 for position in before)), one.needed)
 
 
-def _hold_back(arriving: Sequence[_Arriving], cap_bytes: int) -> None:
-    """Has reloads start late enough for the cap, and in the order in which they are needed."""
+def _hold_back(reloads: Sequence[_Reload], cap_bytes: int) -> None:
+    """Delays starts to keep within the cap and in order of use."""
     open_bytes, first_open, latest = 0, 0, 0
-    for number, one in enumerate(arriving):
+    for number, one in enumerate(reloads):
         while first_open < number and (open_bytes + one.nbytes > cap_bytes or cap_bytes == 0):
-            open_bytes -= arriving[first_open].nbytes
+            open_bytes -= reloads[first_open].nbytes
             first_open += 1
         one.behind = first_open - 1
         if one.behind >= 0:
-            one.start = max(one.start, arriving[one.behind].needed)
+            one.start = max(one.start, reloads[one.behind].needed)
         latest = one.start = one.needed if cap_bytes == 0 else min(max(one.start, latest), one.needed)
         open_bytes += one.nbytes
 
 
-def _merged(arriving: Sequence[_Arriving]) -> Iterator[tuple[Node, int]]:
-    """Reloads and waits in one order, each with the position before which it goes.
+def _merged(reloads: Sequence[_Reload]) -> Iterator[tuple[Node, int]]:
+    """Yields reloads, waits and views in one order, each with the position before which it goes.
 
-    They come as they are needed, and each reload behind the wait that it has to follow.
+    Waits come in order of use, each reload after the wait that it must follow.
     """
     started = 0
-    for number, one in enumerate(arriving):
-        while started < len(arriving):
-            other = arriving[started]
+    for number, one in enumerate(reloads):
+        while started < len(reloads):
+            other = reloads[started]
             if started > number and (other.start > one.needed or other.behind >= number):
                 break
             yield other.reload, other.start
@@ -288,11 +282,11 @@ def _merged(arriving: Sequence[_Arriving]) -> Iterator[tuple[Node, int]]:
             yield view, one.needed
 
 
-# -- whatever is reordered --------------------------------------------------------------------------------------------
+# -- pins -------------------------------------------------------------------------------------------------------------
 
 
 def pin_in_place(graph: Graph) -> None:
-    """Has a compiler that reorders keep transfers where they are.
+    """Adds dependencies that keep transfers in place when a compiler reorders.
 
     v = mm(u)                                 v = mm(u)
     x = reload(host, wait=False)              x = reload(host, wait=False, after=v)
@@ -300,33 +294,33 @@ def pin_in_place(graph: Graph) -> None:
     wait_tensor(x, host)                      wait_tensor(x, host, after=w)
     return mm(w, x)                           return mm(w, x)
 
-    Compilers keep an order only where data flows. A transfer has at most two neighbours that it is pinned to: what runs
-    before it, by an argument, and what runs after it, by an operator of Inductor that waits for more than it needs.
+    Compilers keep only the order of data flow. A transfer is pinned to at most two neighbours: to an earlier node by
+    its argument ``after``, to a later node by Inductor's operator ``control_deps``.
 
-    [Note: what transfers are pinned to]
-    Only products, attentions and convolutions: a compiler calls them one by one, and their results are in memory
-    whatever happens. Anything else it melts together with its neighbours, and a pin would force it apart: slower, and
-    with other roundings. In between transfers are free; nothing that takes long is there. A convolution is never made
-    to wait: Inductor lays out a graph by the convolutions that it sees, and would not see it any more.
+    [Note: pins of transfers]
+    Transfers are pinned only to products, attentions and convolutions: a compiler calls these one by one, with results
+    in memory. Other operators are fused, and a pin would split the fusion: slower, and with other roundings. Between
+    two products a transfer may move; nothing slow runs there. Convolutions never get ``control_deps``: Inductor chooses
+    the layout of a graph by its convolutions, and would not find a wrapped one.
 
-    [Note: what a product is made from does not wait]
-    Whatever Inductor has to compute for what a product is given, it has wait with it, unless it was to be in memory
-    before. So a product that waits is said to wait for what it is given first. Otherwise what makes that would come
-    behind the transfers, and not in the kernel that it would have been a part of.
+    [Note: inputs of pinned products]
+    Inductor delays the computation of a product's inputs together with the product, unless they are in memory before.
+    So a product with ``control_deps`` depends on its inputs first. Otherwise their computation would come after the
+    transfers, outside of the kernel that they would be fused into.
     """
     nodes = list(graph.nodes)
     dependencies: dict[Node, list[Node]] = {}
-    product: Node | None = None  # the last one
-    later: set[Node] = set()  # what comes after it because data flows; all, as long as there is none
-    pending: list[Node] = []  # what the next product has to come after
-    previous: Node | None = None  # the transfer directly before
+    product: Node | None = None  # the last product
+    later: set[Node] = set()  # its dependents; all nodes before the first product
+    pending: list[Node] = []  # transfers to finish before the next product
+    previous: Node | None = None  # the transfer directly before, if any
     for position, node in enumerate(nodes):
         if node.target in ops.OPERATIONS:
             lower = _lower_bound(nodes, position, product, later) if previous is None else _end(previous)
             if lower is not None and lower not in node.all_input_nodes:
                 node.kwargs = {**node.kwargs, "after": lower}
             if previous is not None:
-                pending.pop()  # it comes before this one
+                pending.pop()  # this transfer depends on it
             pending.append(_end(node))
             previous = node
         elif node.op == "call_function":
@@ -348,10 +342,10 @@ pin = on_a_copy(pin_in_place)
 
 
 def _lower_bound(nodes: Sequence[Node], position: int, product: Node | None, later: set[Node]) -> Node | None:
-    """What the transfer at ``position`` is made to come after; ``None`` if it does already.
+    """Returns the node that the transfer at ``position`` must come after; ``None`` if it does by data flow.
 
-    Whatever that is has to stay in memory until then. So where offloads come next, it is what the last of them takes,
-    and before the end of the graph it may be what that returns.
+    The node stays in memory until then. So before offloads it is the source of the last of them, and before the end of
+    the graph it may be a returned value.
     """
     given = nodes[position].all_input_nodes
     found = None if product is None or not later.isdisjoint(given) else product
@@ -368,35 +362,33 @@ def _lower_bound(nodes: Sequence[Node], position: int, product: Node | None, lat
 
 
 def _made_before(product: Node) -> list[Node]:
-    """What ``product`` is given that kernels make. See [Note: what a product is made from does not wait]."""
+    """Returns the computed inputs of ``product``: see [Note: inputs of pinned products]."""
     given = (one for one in product.all_input_nodes if one.op == "call_function" and one.target not in ops.OPERATIONS)
     return [one for one in given if tensor_of(one) is not None]
 
 
 def _end(transfer: Node) -> Node:
-    """The node whose readers come after ``transfer``. Of a wait it is what the wait writes to."""
+    """Returns the node whose readers come after ``transfer``: for a wait, the tensor that it writes to."""
     return cast(Node, transfer.args[0]) if transfer.target is ops.wait_tensor else transfer
 
 
 def _is_result(node: Node) -> bool:
-    """Whether ``node`` is the (first) tensor that a product returns."""
     if node.target is operator.getitem:
         return bool(node.args[1] == 0) and counts_flops(cast(Node, node.args[0]))
     return counts_flops(node) and tensor_of(node) is not None
 
 
-# -- in what Inductor compiles -------------------------------------------------------------------------------------
-# A program that makes an optimizer has torch's compiler half loaded, and then the first `with` installs the pass. What
-# only a compilation needs, 36 MiB of modules, is imported when one comes.
+# -- Inductor's pass --------------------------------------------------------------------------------------------------
+# Creating an optimizer imports half of torch's compiler, and then the first `with` installs the pass. The other modules
+# of a compilation, 36 MiB, are imported by the first compilation.
 
 
 class OrderTransfers(CustomInferenceAwareGraphPass):
-    """Takes the waiting out of transfers and puts them where they cost least. Their nodes say all that it has to know.
+    """Inductor's pass: makes transfers asynchronous and places them. Configured by the transfers' own arguments.
 
     Args:
-        inner: the pass, or passes, that were there before; run first. Of one of this kind, those that it runs first.
-        text: the configuration to offload with, if it is not that of the ``with`` that the compiling thread is in: a
-            compiler's caches have to know it.
+        inner: the passes that were configured before; they run first. Of another ``OrderTransfers``, its inner passes.
+        text: the configuration to offload with, for caches; ``None`` if the ``with`` of the compiling thread decides.
     """
 
     inner: Any
@@ -406,7 +398,7 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
         self.text = text
 
     def __call__(self, graph: Graph, is_inference: bool = False) -> None:
-        from eager_offload.compile.lowering import install_lowerings  # Inductor has imported what this needs by now
+        from eager_offload.compile.lowering import install_lowerings  # its imports are loaded by now
 
         for one in self._inner_passes():
             if isinstance(one, CustomInferenceAwareGraphPass):
@@ -416,8 +408,8 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
         if not any(node.target in (ops.offload, ops.reload) for node in graph.nodes):
             return
         install_lowerings()
-        # Behind a pass Inductor computes anew what became of each node with other arguments, and of all that depends on
-        # it; it fails where one of those is sparse, and has no storage to compare. Such a graph waits.
+        # After a pass, Inductor recomputes the fake values of changed nodes and their users, and fails at sparse ones,
+        # which have no storage to compare. Transfers of such a graph stay blocking.
         if all(value.layout is torch.strided for value in map(tensor_of, graph.nodes) if value is not None):
             insert_asynchronous_in_place(graph)
             reloads = graph.find_nodes(op="call_function", target=ops.reload)
@@ -432,7 +424,7 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
             graph.lint()
 
     def uuid(self) -> object:
-        # A pass without an identity has the compiler keep nothing, and one around it must not hide that.
+        # Without an identity the compiler caches nothing. If an inner pass has none, this one has none either.
         theirs = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self._inner_passes()]
         return None if None in theirs else (cache_key(), None if self.text is None else key_of(self.text), *theirs)
 
@@ -443,17 +435,14 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
         return [each for one in several for each in (one._inner_passes() if isinstance(one, OrderTransfers) else [one])]
 
 
-#: The option of Inductor that the pass stands in.
 _OPTION = "post_grad_custom_post_pass"
-_users: Living[object] = Living()  # whose callbacks are in C: an `Offload` may go in the midst of anything
-_lock = ForkSafeLock()
+_users: Living[object] = Living()  # weak, without callbacks in Python: an `Offload` may be freed at any point
+_lock = ForkSafeLock()  # `_users` and the option change together
 
 
 def install(user: object) -> None:
-    """Has Inductor run the pass from now on. Where nothing is to be offloaded it changes nothing.
-
-    It stays when a context is left: a backward may be compiled behind it. It goes with the last ``user``.
-    """
+    """Adds the pass to Inductor's configuration, where it stays until the last ``user`` is gone: a backward may be
+    compiled after its context. Without transfers in a graph the pass changes nothing."""
     with _lock.lock:
         _users.add(user)
         present = getattr(inductor_config, _OPTION)
@@ -462,7 +451,7 @@ def install(user: object) -> None:
 
 
 def uninstall(user: object) -> None:
-    """``user`` needs it no more. What others have put around ours meanwhile stays."""
+    """Removes a user; the last one removes the pass, unless another library has wrapped it."""
     with _lock.lock:
         _users.discard(user)
         if not _users and isinstance(present := getattr(inductor_config, _OPTION), OrderTransfers):
@@ -470,36 +459,32 @@ def uninstall(user: object) -> None:
 
 
 def with_pass(options: Mapping[str, Any], text: str | None = None) -> dict[str, Any]:
-    """``options`` of Inductor with the pass around those that they name, or that are configured for everyone now.
+    """Returns ``options`` of Inductor with the pass around the passes that they name, or else the configured ones.
 
     Args:
-        text: the configuration to offload with; without it, that of the ``with`` that the compiling thread is in.
+        text: the configuration to offload with; ``None`` if the ``with`` of the compiling thread decides.
     """
-    given = {name.replace("-", "_"): value for name, value in options.items()}  # Inductor takes either
+    given = {name.replace("-", "_"): value for name, value in options.items()}  # Inductor accepts both
     present = given.get(_OPTION, getattr(inductor_config, _OPTION))
     return {**given, _OPTION: OrderTransfers(present, text)}
 
 
 class OffloadedModule(OptimizedModule):
-    """What ``torch.compile`` makes of a module, in a ``with`` around each call.
-
-    torch makes a copy of such a module anew, from what was compiled and how, and so this one makes it with a copy of
-    the ``Offload``.
-    """
+    """A module of ``torch.compile`` whose calls run in a ``with offload``. Its copies are compiled again, as torch does
+    it."""
 
     def __reduce__(self) -> Any:
         (inside,) = self.children()
-        return _made_anew, (inside, self.dynamo_ctx, vars(self)["eager_offload"])
+        return _recompiled, (inside, self.dynamo_ctx, vars(self)["eager_offload"])
 
 
 def serve(compiled: nn.Module, offload: Any) -> nn.Module:
-    """Has the calls of ``compiled``, which ``torch.compile`` has made, run in a ``with offload``."""
     compiled.__class__ = OffloadedModule
-    vars(compiled)["eager_offload"] = offload  # what is set on such a module is set on the one inside
+    vars(compiled)["eager_offload"] = offload  # setattr would go to the inner module
     compiled.forward = offload.around(compiled.forward)
     return compiled
 
 
-def _made_anew(module: nn.Module, compiler: Any, offload: Any) -> nn.Module:
+def _recompiled(module: nn.Module, compiler: Any, offload: Any) -> nn.Module:
     offload.skip_in(module)
     return serve(OptimizedModule(module, compiler), offload)

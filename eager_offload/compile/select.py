@@ -1,17 +1,17 @@
-"""Which values of a graph move between forward and backward, and the reason for each that stays.
+"""Decides which values move between forward and backward of a graph, and gives each kept value its reason.
 
-Pure functions of the metadata that the tracer left on the nodes. What counts is whose storage a value shares, never
-what kind of node made it. And what a user has asked of single values:
+Pure functions of the metadata on the nodes. Values are grouped by storage, whatever nodes made them. Users mark single
+values in these ways:
 
-| how it is asked | where it is found |
+| request | source |
 | --- | --- |
-| a pass of the user's: ``node.meta["should_offload"] = True`` or ``False`` | there |
+| a user's pass: ``node.meta["should_offload"] = True`` or ``False`` | the node |
 | selective checkpointing: ``CheckpointPolicy.MUST_CPU_OFFLOAD``, ``PREFER_CPU_OFFLOAD`` | ``node.meta["recompute"]`` |
-| ``eager_offload.keep(tensor)``, ``eager_offload.prefer_offload(tensor)`` | on the storage that stands for the tensor |
-| ``with eager_offload.no_offload():`` | ``node.meta["custom"]`` of every node that was traced inside |
+| ``eager_offload.keep(tensor)``, ``eager_offload.prefer_offload(tensor)`` | the (fake) storage of the tensor |
+| ``with eager_offload.no_offload():`` | ``node.meta["custom"]`` of each node traced inside |
 
-What is asked of one value counts for all that share its storage. What asks for it to stay wins over what asks for it to
-move, and neither moves what is owned outside of the graph.
+A request for one value applies to all values of its storage. A request to keep overrides requests to move. Values that
+are owned outside of the graph never move.
 """
 
 from __future__ import annotations
@@ -25,13 +25,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from eager_offload.compile.decide import (
-    Movable,
-    Step,
-    decided,
-    returns_views,
-    step_of_pair,
-)
+from eager_offload.compile.decide import Movable, Step, decided, returns_views, step_of_pair
 from eager_offload.compile.graphs import (
     calls_regions,
     counted_from_the_beginning,
@@ -59,13 +53,13 @@ from eager_offload.torch_private.memory import hint, is_plain_fake, span_of
 
 
 class OffloadPolicy(IntEnum):
-    """What was asked of a value; of those that share a storage the largest counts."""
+    """A request for a value; the largest one of a storage counts."""
 
     NONE = 0
     MOVE_IF_LARGE = 1
-    """Even if it is the newest, but not if it is small."""
+    """Moves even if newest, but not if small."""
     MOVE = 2
-    """Even if it is small or the newest."""
+    """Moves even if small or newest."""
     STAY = 3
 
 
@@ -87,16 +81,16 @@ def policy_of(node: Node) -> OffloadPolicy:
 
 
 def is_in_region(node: Node, config: OffloadConfig) -> bool:
-    """Whether ``node`` was traced inside of :func:`~eager_offload.no_offload`, or is the backward of what was; or
-    outside of the modules of ``only``."""
+    """Returns whether ``node`` was traced inside :func:`~eager_offload.no_offload` or outside the modules of ``only``,
+    or is the backward of such a node."""
     notes = node.meta.get("custom")
     notes = notes if isinstance(notes, dict) else {}
     return bool(notes.get(REGION_NOTE) or (config.only and not notes.get(ONLY_NOTE)))
 
 
-#: What a compiler may take for granted about the address of a result, in bytes.
+#: Address alignment in bytes that compilers may assume of a result.
 _ALIGNMENT = 16
-#: Declared to return views, which they do if they can.
+#: Declared to return views, but may copy.
 _MAY_COPY = frozenset(f"aten::{name}" for name in ("contiguous", "flatten", "reshape", "reshape_as", "to"))
 
 
@@ -105,27 +99,23 @@ class Group:
     """Saved values that move in one transfer."""
 
     base: Node
-    """The forward's node whose bytes travel: they span all of the members'."""
+    """The forward node whose bytes are copied; they contain the bytes of all members."""
     members: tuple[Node, ...]
-    """The saved values, in the order in which they were saved; ``base`` may be one of them."""
+    """The saved values in save order; may contain ``base``."""
     nbytes: int
-    """That travel."""
     gathered: bool = False
-    """Whether what lies between the elements of ``base``, a view with holes and the only member, stays behind."""
+    """Whether only the elements of ``base``, a view with gaps and the only member, are copied, without the gaps."""
     counted: bool = False
-    """Whether backward counts elements from the beginning of the storage, which ``base`` is then all of."""
+    """Whether backward reads elements by an absolute offset into the storage, which ``base`` then covers."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What moves, and what stays."""
-
     groups: tuple[Group, ...]
     windows: Windows = field(compare=False)
-    """That the transfers keep to."""
     kept: dict[Node, KeepReason] = field(default_factory=dict)
     outcome: Outcome | None = None
-    """What comes of it where the planner has decided."""
+    """The planner's prediction, if the planner decided."""
 
 
 def choose(
@@ -137,23 +127,23 @@ def choose(
     fraction: float | None = None,
     whole: bool = True,
 ) -> Choice:
-    """Chooses among what a partitioned forward saves for its backward.
+    """Chooses among the values that a partitioned forward saves for its backward.
 
-        forward                                   chosen
-        a = mm(x, w)                              a, b: one group, whose base is a
+        forward                                   choice
+        a = mm(x, w)                              a, b: move as one group with base a
         b = view(a)                               out:  kept, alive (an output)
-        c = slice(d)                              c:    a gathered group, if it is a small part of d
+        c = slice(d)                              c:    moves gathered if it is a small part of d
         return out, w, a, b, c, out               w:    kept, parameter (an input)
 
-    No graph is changed.
+    The graphs are not changed.
 
     Args:
-        forward: its outputs are ``num_outputs`` of the user's (mutated inputs among them), then what is saved.
-        backward: takes what is saved under the names of the forward's nodes.
-        num_outputs: how many of the forward's outputs are the user's.
-        config: ``min_bytes``, ``keep_last_bytes`` and the windows; ``device_budget`` and ``policy``.
-        fraction: the part of the bytes that moves, where a plan says it.
-        whole: whether the two graphs are a whole step. Of a part everything moves that may where there is a budget.
+        forward: returns ``num_outputs`` outputs of the user, mutated inputs included, then the saved values.
+        backward: takes the saved values as inputs, under the names of their forward nodes.
+        num_outputs: the number of user outputs of ``forward``.
+        config: decides by ``min_bytes``, ``keep_last_bytes``, the windows, ``device_budget`` and ``policy``.
+        fraction: the fraction of the movable bytes that a plan moves; ``None`` without a plan.
+        whole: whether the two graphs are a whole step. With a budget, all movable values of a part of a step move.
 
     Raises:
         OffloadError: the graph does not tell which values share a storage.
@@ -182,7 +172,7 @@ def choose(
 
 
 def choose_nothing(forward: Graph, num_outputs: int) -> Choice:
-    """All that ``forward`` saves behind its ``num_outputs`` of the user's stays, because a pass failed."""
+    """Keeps all values that ``forward`` saves, because a pass failed."""
     saved = (node for node in outputs_of(forward)[num_outputs:] if isinstance(node, Node))
     return Choice((), Windows(1, 1), {node: KeepReason.FAILED for node in saved if tensor_of(node) is not None})
 
@@ -200,15 +190,16 @@ def choose_among(
     fraction: float | None = None,
     whole: bool = True,
 ) -> Choice:
-    """The choice among saved values of ``graph``, of which the user gets what is ``returned``.
+    """Chooses among saved values of ``graph``.
 
     Args:
-        users: what uses each saved value in backward; those of a region keep what they use.
-        order: where those stand.
-        counted: of ``graphs.counted_from_the_beginning``.
-        step: makes the graph's step, where the planner decides.
-        has_regions: of ``graphs.calls_regions``; then all of them stay.
-        fraction, whole: as of :func:`choose`.
+        users: the backward users of each saved value. Users in a ``no_offload`` region keep their inputs.
+        order: positions of the users.
+        returned: the values that the user gets.
+        counted: saved values that the backward reads by absolute offsets.
+        step: builds the step for the planner.
+        has_regions: whether regions hide aliases; then all values are kept.
+        fraction, whole: as in :func:`choose`.
     """
     _require_aliases(graph)
     inputs = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
@@ -217,7 +208,7 @@ def choose_among(
     alive |= {key for node in graph.nodes for key in written_by(node)}
     alive |= undeclared_aliases(graph)
     devices = {value.device.type for node in users if (value := tensor_of(node)) is not None}
-    # The host's own values, in a graph for an accelerator or beside one.
+    # CPU values in a graph for an accelerator, or in a process with one, are the host's own.
     cpu_stays = bool(devices - {"cpu", "meta"}) or keeps_cpu_tensors(config)
     kept: dict[Node, KeepReason] = {}
     by_storage: dict[object, list[Node]] = {}
@@ -232,7 +223,7 @@ def choose_among(
         elif key in alive:
             kept[node] = KeepReason.ALIVE
         elif _is_generator_state(node):
-            kept[node] = KeepReason.DEVICE  # the host's own; for Inductor, fake ones are real and fit no other operator
+            kept[node] = KeepReason.DEVICE  # host state; for Inductor the fake one is real and fits no other operator
         elif value.device.type == "meta" or (value.device.type == "cpu" and cpu_stays):
             kept[node] = KeepReason.DEVICE
         else:
@@ -253,7 +244,7 @@ def choose_among(
         is_firm = policy in (OffloadPolicy.MOVE, OffloadPolicy.MOVE_IF_LARGE)
         (firm if is_firm else free).extend(groups)
         moving = {node for group in groups for node in group.members}
-        if moving.issuperset(members):  # else moving it frees nothing
+        if moving.issuperset(members):  # otherwise a kept member would hold the storage
             bases = tuple(group.base for group in groups)
             movable[key] = Movable(bases, sum(group.nbytes for group in groups), is_firm)
         kept.update({node: reason or KeepReason.LAYOUT for node in members if node not in moving})
@@ -271,12 +262,12 @@ def choose_among(
     budget = free_bytes(config.to_text()) if given == "auto" else cast("int | None", given)
     if given is None and not config.is_free and fraction is None:
         room = config.newest_bytes(windows.prefetch)
-        for group in free:  # backward asks for the first ones first
+        for group in free:  # in the order in which backward needs them
             if group.nbytes > room:
                 break
             room -= group.nbytes
             staying.append(group)
-    elif movable and (whole or budget is None):  # [Note: what a budget bounds in a graph]
+    elif movable and (whole or budget is None):  # [Note: budgets of graphs]
         stay, outcome = decided(step(), movable, windows, config, budget, fraction)
         staying = [one for one in free if storage_of(one.base) in stay]
     kept.update((node, KeepReason.NEWEST) for group in staying for node in group.members)
@@ -301,11 +292,11 @@ def _reason_to_stay(
 
 
 def _groups(members: Sequence[Node], sharing: Sequence[Node], *, counted: bool) -> list[Group]:
-    """How the saved ``members`` of those ``sharing`` a storage travel.
+    """Returns the transfers for the saved ``members`` of a storage, given all values ``sharing`` the storage.
 
-    As one transfer where something spans them all; each on its own where they are a small part of it, or where their
-    place in it is not known before the graph runs. What cannot be told at all is left out. What is ``counted`` has to
-    be all of its storage, or views of that, when it is back.
+    One transfer if a value spans all members; one for each member if the members are a small part of the storage, or
+    their offsets are known only at run time. Members that fit neither are left out. With ``counted`` the whole storage
+    moves, because reloaded values must be views of a whole storage.
     """
     storage_bytes = nbytes_of(members[0].meta["val"])
     values = {node: value for node in members if not _is_lazy(value := node.meta["val"])}
@@ -326,10 +317,10 @@ def _groups(members: Sequence[Node], sharing: Sequence[Node], *, counted: bool) 
 
 
 def _base_of(members: Sequence[Node], candidates: Iterable[Node]) -> Node | None:
-    """The node whose bytes travel for ``members``.
+    """Returns the node whose bytes are copied for ``members``; ``None`` if there is none.
 
-    Views are made anew by their place in the storage, so the base of one is all of the storage. One that is saved needs
-    no view; which is cheaper, and matters most where shapes change.
+    Views are rebuilt by their offset in the storage, so their base covers the storage. A saved value that is its own
+    base needs no view, which is cheaper with dynamic shapes.
     """
     whole = _whole_of(members, candidates)
     if whole is not None:
@@ -342,7 +333,8 @@ def _base_of(members: Sequence[Node], candidates: Iterable[Node]) -> Node | None
 
 
 def _whole_of(members: Sequence[Node], candidates: Iterable[Node]) -> Node | None:
-    """The first of ``candidates`` that is all of the storage, if every one of ``members`` can be a view of it."""
+    """Returns the first of ``candidates`` that covers the storage, if each of ``members`` can be rebuilt as a view of
+    it."""
     dtype = members[0].meta["val"].dtype
     values = ((node, node.meta["val"]) for node in candidates)
     whole = next(
@@ -360,11 +352,11 @@ def _alone(node: Node, own_bytes: int) -> Group:
 
 
 def _travels_alone(value: Tensor) -> bool:
-    """Whether the elements of ``value`` alone can travel, and come back to where kernels expect them."""
+    """Returns whether the elements of ``value`` can be copied without the rest of the storage, and reloaded aligned."""
     if not _is_aligned(value):
         return False
     if span_of(value) <= hint(value.numel()) * value.itemsize:
-        return True  # nothing lies between them
+        return True  # no gaps
     strides = value.stride()
     return all(isinstance(stride, int) for stride in strides) and all(
         stride != 0 or hint(size) == 1 for size, stride in zip(value.size(), strides, strict=True)
@@ -372,16 +364,15 @@ def _travels_alone(value: Tensor) -> bool:
 
 
 def _is_lazy(value: Tensor) -> bool:
-    """Whether ``value`` is a conjugate or a negative that was not computed yet: its bytes are not its elements."""
     return value.is_conj() or value.is_neg()
 
 
 def _is_generator_state(node: Node) -> bool:
-    """Whether ``node`` is the state in which an operator found the random numbers, for when it is computed again."""
+    """Returns whether ``node`` is a random-generator state, saved for a recomputation."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(source, Node) or getattr(source.target, "__name__", "") != "run_and_save_rng_state":
         return False
-    return bool(node.args[1] == 0)  # what comes behind it is what the operator returned
+    return bool(node.args[1] == 0)  # later items are the operator's results
 
 
 def _is_aligned(value: Tensor) -> bool:
@@ -390,7 +381,7 @@ def _is_aligned(value: Tensor) -> bool:
 
 
 def _require_aliases(graph: Graph) -> None:
-    """A graph that was traced with real tensors has forgotten which of them were views."""
+    """Raises if the graph was traced with real tensors, which do not tell which values are views."""
     lost: Node | None = None
     for node in graph.nodes:
         if node.op != "call_function" or not node.args or not returns_views(node.target):

@@ -1,4 +1,4 @@
-"""Captures what a training step enqueues on an accelerator as a graph, and replays it with new inputs."""
+"""Captures the work that a training step enqueues on an accelerator as a graph, and replays it with new inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A graph: captured once, launched again and again."""
+"""Captures a graph once and launches it repeatedly."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from eager_offload.runtime.captures import Capture, CaptureMode
 
 
 class CapturedGraph:
-    """What a capture has ended in; ``GraphCaptureGuard`` and ``make_graphed_callable`` make it.
+    """The result of a capture, made by ``GraphCaptureGuard`` and ``make_graphed_callable``.
 
-    A replay reads and writes the very addresses that the capture did: the caller copies other inputs there
-    (``StaticInputs``, ``DeviceScalar``), and keeps the tensors alive.
-    ``make_graphed_callable`` and ``CapturePool.record_buffer`` do so. Its memory goes when it goes, and what it uses
-    stays until its last replay is over.
+    A replay reads and writes the addresses of the capture: copy new inputs there (``StaticInputs``, ``DeviceScalar``),
+    and keep the tensors alive. ``make_graphed_callable`` and ``CapturePool.record_buffer`` keep them. The memory of a
+    graph is freed with the graph, but not before its last replay is over.
     """
 
     def __init__(
@@ -43,34 +42,34 @@ class CapturedGraph:
         self._graph = capture.graph
         self._stream = capture.stream
         self.pool = pool
-        """That with which it was captured."""
+        """The pool of the capture."""
         self._can_dump = can_dump
         self._order = ReplayOrder() if pool is None else pool.order
         if self._order.latest is None:
             behind = self._order.latest = runtime.record(self._stream)
-            behind.note_over()  # the host has waited for the device, and to capture runs nothing on the stream
+            behind.note_over()  # done already: the capture began after a synchronize, and ran nothing
         self.num_replays = 0
-        """How many times it was launched."""
+        """The number of launches."""
         self.is_uploaded = False
-        """Whether ``upload`` has sent it to the device."""
-        #: What the captured function returned: tensors that each replay writes anew.
+        """Whether ``upload`` has sent the graph to the device."""
+        #: The result of the captured function; each replay overwrites its tensors.
         self.result: Any = None
-        #: What a replay needs to live: that which was captured, with all that it refers to.
+        #: Objects that replays need alive.
         self._uses: list[object] = [pool]
 
     def launch(self, stream: torch.Stream | None = None) -> None:
-        """Enqueues a replay; the host waits for nothing.
+        """Enqueues a replay; the host does not wait.
 
-        It comes after the last launch of this graph and of those that share its pool, on whichever streams those were,
-        and after all that is enqueued on the current stream.
+        The replay runs after the last launch of each graph of the same pool, on any stream, and after the work enqueued
+        on the current stream.
 
         Args:
-            stream: on which it runs, of the device of the capture; the current one, where it is left out. Another
-                stream that reads the results has to wait for this one.
+            stream: the stream of the replay, on the device of the capture; by default, the current one. Other streams
+                that read the results must wait for this stream.
 
         Raises:
-            CaptureInputError: ``stream`` is of another device.
-            CaptureStateError: in a capture.
+            CaptureInputError: ``stream`` is on another device.
+            CaptureStateError: called in a capture.
         """
         runtime, device = self._runtime, self._stream.device
         here = runtime.current_stream(device)
@@ -90,23 +89,24 @@ class CapturedGraph:
             self.num_replays += 1
 
     def wait(self) -> None:
-        """Has the current stream wait for the last replay of this graph and of those that share its pool.
+        """Makes the current stream wait for the last replay of each graph of the same pool.
 
-        What a replay reads may be written to from there on: on the stream of the replay that needs no wait.
+        After the wait, inputs of a replay may be overwritten. The stream of the replay does not need the wait.
         """
         with self._order.lock:
             if self._order.latest is not None:
                 self._runtime.wait(self._runtime.current_stream(self._stream.device), self._order.latest)
 
     def upload(self) -> bool:
-        """Sends the graph to the device before its first launch, once, so that this one takes no longer than others.
+        """Sends the graph to the device before its first launch, which then takes no longer than later ones.
+        Idempotent.
 
         Returns:
-            Whether it is there. It takes a graph of ``torch.cuda.CUDAGraph`` and CUDA's own call, from its library;
-            where one is missing, the first launch does it.
+            Whether the graph is on the device. ``False`` if the graph is not a ``torch.cuda.CUDAGraph`` or CUDA's
+            library was not found; then the first launch sends it.
 
         Raises:
-            CaptureStateError: in a capture.
+            CaptureStateError: called in a capture.
         """
         check_outside("a graph was uploaded", self._runtime.current_stream(self._stream.device))
         if not self.is_uploaded:
@@ -114,61 +114,63 @@ class CapturedGraph:
         return self.is_uploaded
 
     def dump(self, path: str | os.PathLike[str]) -> None:
-        """Writes the nodes and edges to a file, in the backend's form: on CUDA as a drawing for Graphviz.
+        """Writes the nodes and edges to a file in the backend's format (on CUDA, Graphviz).
 
         Raises:
-            CaptureStateError: the capture was not in debug mode.
+            CaptureStateError: the graph was not captured with ``debug=True``.
         """
         if not self._can_dump:
             raise CaptureStateError("a graph can be dumped that was captured with debug=True")
         self._graph.debug_dump(os.fspath(path))
 
     def keep(self, *used: object) -> None:
-        """Has ``used`` live as long as a replay may need it."""
+        """Keeps ``used`` alive as long as replays may need them."""
         self._uses.extend(used)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Has what a replay uses outlive it. This runs anywhere: takes no lock, waits for nothing, spoils no capture.
+        """Keeps the used objects alive until the last replay is over. May run at any point: takes no lock, does not
+        wait, and does not invalidate a capture.
 
-        No finalizer beside the object does: what the function refers to may be what holds the graph. When a process
-        ends, the names of this module may have gone before.
+        A ``weakref.finalize`` would not do, because its arguments may refer to the graph. The default argument is
+        needed at the end of the process, when the names of this module may be gone.
         """
         if not is_finalizing():
             self._order.outlive(self._runtime, [self._graph, *self._uses])
 
 
 def _upload(graph: Any, stream: torch.Stream) -> bool:
-    """Enqueues the upload of ``graph`` on ``stream``, for which torch has no call, and CUDA has; whether it could."""
+    """Enqueues the upload of ``graph``, by a CUDA call that torch does not wrap; returns whether it succeeded."""
     raw = getattr(graph, "raw_cuda_graph_exec", None)
     if raw is None or torch.version.cuda is None:
         return False
     with suppress(RuntimeError, ImportError, OSError, AttributeError):
         name = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
         of_cuda: Any = torch.cuda.Stream
-        library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")  # that which torch has loaded
+        library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")  # already loaded by torch
         library.cudaGraphUpload.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         return int(library.cudaGraphUpload(int(raw()), int(of_cuda(**name).cuda_stream))) == 0
     return False
 
 
 class GraphCaptureGuard:
-    """Captures what is enqueued inside of a ``with``, on a stream of its own, which is the current one there.
+    """Captures the work that is enqueued in a ``with``, on a separate stream, which is the current one inside.
 
-    The capture ends with ``finish``, or else with the ``with``; an exception abandons it, and is what the caller gets.
-    Afterwards the stream that was current is current again. The host waits for the device at the begin.
+    The capture ends with ``finish`` or with the ``with``; an exception abandons the capture and propagates. Then the
+    previous stream is current again. The host waits for the device at the beginning.
 
-    Other streams come in by waiting for an event of the capture, and join by being waited for. Memory that is allocated
-    inside is the graph's own. Run the same once before a capture: libraries set themselves up when they are first used.
+    Other streams join the capture by waiting for one of its events, and must be waited for before its end. Memory that
+    is allocated inside belongs to the graph. Run the same work once before, because libraries initialize themselves on
+    first use.
 
     Args:
-        stream: to capture on, not the default one; each device has one for this, where it is left out.
-        mode: whose unsafe calls the driver refuses.
-        pool: what the graph shares with others; see ``CapturePool``.
+        stream: the stream to capture, not the default one; by default, a stream that the device has for captures.
+        mode: the threads whose unsafe calls the driver refuses.
+        pool: resources that the graph shares with others; see ``CapturePool``.
         debug: whether the graph can be dumped.
 
     Raises:
-        NoAcceleratorError: there is nothing to capture.
-        CaptureInputError: ``pool`` is a handle that names none.
+        NoAcceleratorError: this process has no accelerator to capture.
+        CaptureInputError: ``pool`` is a handle without a pool.
     """
 
     def __init__(
@@ -189,8 +191,8 @@ class GraphCaptureGuard:
         """Begins the capture.
 
         Raises:
-            CaptureStateError: inside of a capture, in the way of one, on the default stream, for the second time, or in
-                an autocast that keeps casts.
+            CaptureStateError: another capture is active, the stream is the default one, the guard was entered before,
+                or autocast caches casts.
             PoolSealedError: the pool is sealed.
             PoolInUseError: another capture uses the pool.
         """
@@ -211,15 +213,15 @@ class GraphCaptureGuard:
         return self
 
     def finish(self) -> CapturedGraph:
-        """Ends the capture, where the ``with`` has not, and seals the pool.
+        """Ends the capture if the ``with`` has not yet, and seals the pool.
 
         Returns:
-            The graph, the same at each call.
+            The graph, the same for each call.
 
         Raises:
-            CaptureInvalidatedError: a call inside of it was not permitted.
+            CaptureInvalidatedError: a call inside was not permitted.
             UnjoinedStreamError: a stream has not joined.
-            CaptureStateError: there is no graph: nothing has begun, or it has failed. Or on another thread.
+            CaptureStateError: the capture has not begun, has failed, or is on another thread.
         """
         if self._graph is not None:
             return self._graph
@@ -235,7 +237,7 @@ class GraphCaptureGuard:
         return graph
 
     def status(self) -> CaptureStatus:
-        """Of this capture: ``NONE`` before and after it."""
+        """Returns the status of this capture: ``NONE`` before and after it."""
         return CaptureStatus.NONE if self._capture is None else capture_status(self._capture.stream)
 
     def __exit__(
@@ -253,7 +255,7 @@ class GraphCaptureGuard:
 
     def _release(self, graph: CapturedGraph | None) -> None:
         assert self._capture is not None
-        if not self._capture.is_over:  # on another thread, whose it is not
+        if not self._capture.is_over:  # still open: this thread does not own the capture
             return
         if self._pool is not None:
             self._pool.end(graph, self._capture.memory)
@@ -266,19 +268,19 @@ def make_graphed_callable(
     mode: CaptureMode = CaptureMode.THREAD_LOCAL,
     pool: CapturePool | GraphPoolHandle | None = None,
 ) -> CapturedGraph:
-    """Runs ``fn`` once, under capture: what it enqueues is a graph, and has not run yet.
+    """Captures one call of ``fn`` as a graph. The work of ``fn`` is recorded and does not run.
 
     Args:
-        fn: without arguments: it reads tensors that stay, such as ``StaticInputs.values``. The graph holds it, and so
-            all that it refers to. It has run before, so that what happens once has happened.
-        stream, mode, pool: as ``GraphCaptureGuard`` has them.
+        fn: a function without arguments, which reads tensors at fixed addresses (such as ``StaticInputs.values``). The
+            graph keeps ``fn`` alive. Call it once before, so that initializations are done.
+        stream, mode, pool: as in ``GraphCaptureGuard``.
 
     Returns:
-        The graph; its ``result`` is what ``fn`` returned, the tensors of which each launch writes anew.
+        The graph. Its ``result`` is the return value of ``fn``, whose tensors each launch overwrites.
 
     Raises:
-        NoAcceleratorError: there is nothing to capture.
-        GraphError: as ``GraphCaptureGuard`` has it; what ``fn`` raises, it raises.
+        NoAcceleratorError: this process has no accelerator to capture.
+        GraphError: as in ``GraphCaptureGuard``. Errors of ``fn`` propagate.
     """
     with GraphCaptureGuard(stream, mode, pool) as guard:
         result = fn()
@@ -289,7 +291,7 @@ def make_graphed_callable(
 
 
 def capturing_runtime() -> AcceleratorRuntime:
-    """The runtime of the accelerator; raises ``NoAcceleratorError`` where no graphs can be made of its work."""
+    """Returns the runtime of the accelerator; raises ``NoAcceleratorError`` if this torch cannot capture its work."""
     runtime = require_runtime("a capture")
     if not runtime.captures:
         raise NoAcceleratorError(
@@ -300,10 +302,10 @@ def capturing_runtime() -> AcceleratorRuntime:
 
 
 def check_autocast(device_type: str) -> None:
-    """Raises ``CaptureStateError`` where casts outlive the capture, or come from before it.
+    """Raises ``CaptureStateError`` if autocast would cache casts across the beginning or end of a capture.
 
-    A graph would read those that were kept before it, which go with their autocast; and eager code those that were made
-    in the capture, in which nothing stands.
+    The graph would read a cast from before, which is freed with its autocast; eager code would read a cast of the
+    capture, which was never computed.
     """
     if torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled():
         raise CaptureStateError(
@@ -322,5 +324,6 @@ def pool_of(pool: CapturePool | GraphPoolHandle | None) -> CapturePool | None:
 
 
 def capture_stream() -> torch.Stream:
-    """The one on which captures of the selected device begin: memory that graphs share belongs to one stream."""
+    """Returns the stream for captures on the selected device: always the same, because memory that graphs share belongs
+    to one stream."""
     return require_runtime("a capture").separate_stream(torch.accelerator.current_stream().device)

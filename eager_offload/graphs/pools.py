@@ -1,6 +1,6 @@
-"""What graphs need for as long as they live, and may share: buffers, pinned memory, and memory of the device.
+"""Resources that graphs need while they live, and may share: buffers, pinned memory and device memory.
 
-Also whether a stream is being captured: a machine without an accelerator captures nothing, which is an answer too.
+Also the capture status of streams; without an accelerator it is ``NONE``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from eager_offload.torch_private.captures import accelerator_in_use, stream_is_c
 
 
 class CaptureStatus(enum.Enum):
-    """What becomes of work that is enqueued on a stream."""
+    """What happens to work that is enqueued on a stream."""
 
     NONE = "none"
-    """It runs."""
+    """The work runs."""
     ACTIVE = "active"
-    """It becomes a part of a graph."""
+    """The work is recorded into a graph."""
     INVALIDATED = "invalidated"
-    """It is an error: a call has made the capture void, which has yet to end."""
+    """An error: a call has invalidated the capture, which must be ended."""
 
     @property
     def is_capturing(self) -> bool:
@@ -51,10 +51,10 @@ class CaptureStatus(enum.Enum):
 
 
 def capture_status(stream: torch.Stream | None = None) -> CaptureStatus:
-    """Whether ``stream`` is being captured, by this library or by another.
+    """Returns the capture status of ``stream``, for captures by this library or another one.
 
     Args:
-        stream: of the accelerator; that which the calling thread computes on, where it is left out.
+        stream: a stream of the accelerator; by default, the current one.
     """
     if stream is None:
         if not accelerator_in_use():
@@ -63,7 +63,7 @@ def capture_status(stream: torch.Stream | None = None) -> CaptureStatus:
     if stream.device.type == "cpu" or not stream_is_capturing(stream):
         return CaptureStatus.NONE
     try:
-        # No node comes of this, and no edge that is not there: it asks the driver to go on with the capture.
+        # Has the driver check the capture. Adds no node, and no new edge.
         stream.wait_event(stream.record_event())
     except RuntimeError:
         return CaptureStatus.INVALIDATED
@@ -71,7 +71,7 @@ def capture_status(stream: torch.Stream | None = None) -> CaptureStatus:
 
 
 def is_capturing(stream: torch.Stream | None = None) -> bool:
-    """Whether what is enqueued on ``stream``, else on the current one, becomes a part of a graph."""
+    """Returns whether work on ``stream`` (by default, the current one) is recorded into a graph."""
     return capture_status(stream).is_capturing
 
 
@@ -85,7 +85,7 @@ def check_outside(what: str, stream: torch.Stream | None = None) -> None:
 
 
 def require_runtime(what: str) -> AcceleratorRuntime:
-    """The runtime of the accelerator, for ``what``; raises ``NoAcceleratorError`` where there is none."""
+    """Returns the runtime of the accelerator; raises ``NoAcceleratorError`` if there is none."""
     if torch.accelerator.current_accelerator(check_available=True) is None:
         raise NoAcceleratorError(
             f"{what} needs an accelerator, and torch finds none: a CPU has nothing to capture. There steps are "
@@ -95,35 +95,35 @@ def require_runtime(what: str) -> AcceleratorRuntime:
 
 
 class ReplayOrder:
-    """Has replays that share memory come one after another."""
+    """Orders the replays of graphs that share memory."""
 
     def __init__(self) -> None:
-        #: Held while one is launched, which a signal handler may do in the midst of another launch.
+        #: Held during a launch. Reentrant, because a signal handler may launch in the middle of another launch.
         self.lock = threading.RLock()
-        #: Behind the last one; where there was none yet, behind the capture.
+        #: After the last replay, or after the capture if nothing was replayed.
         self.latest: Event | None = None
 
     def outlive(self, runtime: AcceleratorRuntime, used: list[object]) -> None:
-        """Holds ``used`` until the last replay is over, and the capture where one is under way.
+        """Keeps ``used`` alive until the last replay, and a capture in progress, is over.
 
-        Takes no lock, waits for nothing, and spoils no capture, as to destroy a graph in it would.
+        Takes no lock, does not wait, and does not invalidate a capture, as freeing a graph inside one would.
         """
         if self.latest is not None and (runtime.is_restricted() or not runtime.query(self.latest)):
             runtime.keep_until(self.latest, used)
 
 
 class CapturePool:
-    """Keeps what graphs that are captured with it use, for as long as one of them lives, or the caller holds the pool.
+    """Keeps the resources of the graphs captured with this pool, until the last graph and the pool are gone.
 
-    A capture that ends with a graph seals it: nothing is added, and no other capture begins, before ``unseal``. Graphs
-    with one pool share memory of the device as well; their replays come one after another, on whichever streams.
+    A successful capture seals the pool: until ``unseal`` nothing can be added, and no other capture can begin. Graphs
+    of one pool also share device memory, so their replays run one after another, on any streams.
 
     Args:
-        host_bytes: of the one slab of pinned memory that ``host_buffer`` hands out parts of, as a number or as a text
-            such as ``"256MiB"``; ``None`` for none.
+        host_bytes: size of the slab of pinned memory that ``host_buffer`` divides, as a number or a text such as
+            ``"256MiB"``; ``None`` for no slab.
 
     Raises:
-        ConfigError: ``host_bytes`` is no size.
+        ConfigError: ``host_bytes`` is not a size.
     """
 
     def __init__(self, host_bytes: int | str | None = None) -> None:
@@ -134,16 +134,15 @@ class CapturePool:
         self._capture: object | None = None
         self._graphs: weakref.WeakSet[object] = weakref.WeakSet()
         self._memory: MemoryPool | None = None
-        #: Of the replays of all graphs of this pool.
         self.order = ReplayOrder()
         self._slab: Tensor | None = None
         self._slab_used = 0
 
     def record_buffer(self, obj: object) -> int:
-        """Keeps ``obj``, of whatever kind, such as a tensor whose address a graph has.
+        """Keeps ``obj`` alive: an object of any type, such as a tensor whose address a graph uses.
 
         Returns:
-            Its number, from 0 on; buffers go in this order.
+            The index of ``obj``, from 0 on. Buffers are freed in this order.
 
         Raises:
             PoolSealedError: the pool is sealed.
@@ -155,21 +154,21 @@ class CapturePool:
 
     @property
     def buffer_count(self) -> int:
-        """How many buffers the pool keeps."""
+        """The number of buffers."""
         return len(self._buffers)
 
     def host_buffer(self, nbytes: int) -> Tensor:
-        """A part of the slab: a flat ``uint8`` CPU tensor of ``nbytes``, pinned, in which nothing stands yet.
+        """Returns a part of the slab: a flat, uninitialized, pinned ``uint8`` CPU tensor of ``nbytes``.
 
-        The first call pins the slab, so it comes before a capture. Parts are given back together, by
-        ``clear_buffers``; a tensor that is still alive then keeps the memory of all. A forked child does not have the
-        memory, and ends where it reads or writes it.
+        The first call pins the slab, and must come before a capture. ``clear_buffers`` returns all parts together; a
+        tensor that is still alive then keeps the whole slab. A forked child does not have the memory and crashes when
+        it reads or writes a part.
 
         Raises:
-            NoAcceleratorError: there is none that memory could be pinned for.
+            NoAcceleratorError: there is no accelerator to pin memory for.
             PoolSealedError: the pool is sealed.
-            HostAllocationUnderCaptureError: in a capture, the slab has no room, or has yet to be pinned.
-            CapacityError: elsewhere, the slab has no room.
+            HostAllocationUnderCaptureError: in a capture, and the slab is full or not pinned yet.
+            CapacityError: outside of captures, and the slab is full.
         """
         runtime = require_runtime("pinned memory")
         with self._lock:
@@ -188,7 +187,8 @@ class CapturePool:
             return self._slab[start : self._slab_used]
 
     def slots(self, nbytes: int) -> Tensor:
-        """Pinned memory for what a captured step offloads: a part of the slab, and where there is none a new one.
+        """Returns pinned memory for the offloads of a captured step: a part of the slab, or new memory if the pool has
+        no slab.
 
         Raises: as ``host_buffer``.
         """
@@ -199,7 +199,7 @@ class CapturePool:
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """What is added inside goes again where an exception comes."""
+        """Removes the additions of a ``with`` if an exception ends it."""
         with self._lock:
             count, used = len(self._buffers), self._slab_used
         try:
@@ -211,12 +211,12 @@ class CapturePool:
             raise
 
     def seal(self) -> None:
-        """From here on nothing is added; a capture that ends with a graph calls this."""
+        """Forbids additions; called after a successful capture."""
         with self._lock:
             self._sealed = True
 
     def unseal(self) -> None:
-        """Lets another capture begin, and buffers be recorded."""
+        """Allows additions and another capture."""
         with self._lock:
             self._sealed = False
 
@@ -225,15 +225,15 @@ class CapturePool:
         return self._sealed
 
     def clear_buffers(self, force: bool = False) -> None:
-        """Lets go of the buffers, in the order in which they were recorded, and of the slab.
+        """Frees the buffers, in the order in which they were recorded, and the slab.
 
-        Where a replay still runs, of a graph that has gone or by ``force``, they stay until it is over.
+        During a replay (of a freed graph, or with ``force``) they stay until it is over.
 
         Args:
-            force: also where graphs that live use them, which must not be launched again then.
+            force: also clear if live graphs use the buffers. Those graphs must not be launched again.
 
         Raises:
-            PoolInUseError: graphs live, or a capture is under way, and ``force`` is not set.
+            PoolInUseError: a graph is alive or a capture is active, and ``force`` is not set.
         """
         with self._lock:
             if not force and (self._graphs or self._capture is not None):
@@ -247,17 +247,17 @@ class CapturePool:
         if self.order.latest is not None:
             self.order.outlive(accelerator_runtime(), [list(buffers), slab])
         buffers.reverse()
-        while buffers:  # outside of the lock: what goes may run code of others
+        while buffers:  # outside of the lock, because freeing may run foreign code
             buffers.pop()
 
     # -- for a capture ----------------------------------------------------------------------------------------------
 
     def begin(self, capture: object) -> None:
-        """``capture`` begins, and uses the pool until ``end``.
+        """Reserves the pool for ``capture`` until ``end``.
 
         Raises:
             PoolSealedError: the pool is sealed.
-            PoolInUseError: another capture uses it.
+            PoolInUseError: another capture uses the pool.
         """
         with self._lock:
             self.check_open("a capture was begun")
@@ -266,7 +266,7 @@ class CapturePool:
             self._capture = capture
 
     def end(self, graph: object | None, memory: MemoryPool | None = None) -> None:
-        """The capture has ended, with ``graph`` or without one; the next one shares ``memory`` of the device."""
+        """Ends a capture, with ``graph`` if it succeeded; the next capture shares the device memory ``memory``."""
         with self._lock:
             self._capture, self._memory = None, memory
             if graph is not None:
@@ -275,18 +275,18 @@ class CapturePool:
 
     @property
     def memory(self) -> MemoryPool | None:
-        """The device memory of the graphs that live; torch knows none by this name once the last one has gone."""
+        """The device memory that live graphs share; ``None`` without one, because torch has then freed it."""
         return self._memory if self._graphs else None
 
     def check_open(self, what: str) -> None:
-        """Raises ``PoolSealedError`` where nothing may be added."""
+        """Raises ``PoolSealedError`` if the pool is sealed."""
         if self._sealed:
             raise PoolSealedError(f"{what} with a pool that is sealed, as a capture leaves it: call unseal() first")
 
 
 @dataclass(frozen=True, slots=True)
 class GraphPoolHandle:
-    """Names a pool of this process; ``graph_pool_handle`` makes one that there is."""
+    """Names a pool of this process; made by ``graph_pool_handle``."""
 
     id: int
 
@@ -296,17 +296,18 @@ _numbers = itertools.count(1)
 
 
 def graph_pool_handle() -> GraphPoolHandle:
-    """A new handle, of a new pool, which lives until the handle is released and nothing else holds it."""
+    """Returns a new handle for a new pool, which lives until the handle is released and nothing else refers to the
+    pool."""
     handle = GraphPoolHandle(next(_numbers))
     _pools[handle.id] = CapturePool()
     return handle
 
 
 def capture_pool_for_handle(handle: GraphPoolHandle) -> CapturePool | None:
-    """The pool that ``handle`` names; ``None`` for one that is unknown, or was released."""
+    """Returns the pool of ``handle``; ``None`` if the handle is unknown or released."""
     return _pools.get(handle.id)
 
 
 def release_graph_pool_handle(handle: GraphPoolHandle) -> None:
-    """``handle`` names nothing any more; its pool lives on while a graph or the caller holds it."""
+    """Releases ``handle``; graphs and callers that use the pool keep it alive."""
     _pools.pop(handle.id, None)

@@ -1,14 +1,14 @@
-"""A whole training step as a graph, offload included; and what changes between replays, at addresses that stay.
+"""Captures a whole training step as a graph, including its offloading, with inputs at fixed addresses.
 
-    warm up    real steps on the stream of the capture, the last of which is written down
-    reserve    one slab of pinned memory, which the pool of the graph owns
-    capture    does what the last warm-up did    -> CapturedStep
+    warm-ups   real steps on the stream of the capture; the last one is recorded
+    reserve    one slab of pinned memory, owned by the pool of the graph
+    capture    repeats the last warm-up    -> CapturedStep
 
-Saved tensors of the warm-ups, and of the capture:
+Saved tensors in these phases:
 
-    learn      all warm-ups but the last    what stays, and how large windows are
-    rehearse   the last one                 by what was learnt, which nothing changes any more: writes down what it does
-    capture    the same once more           by the same numbers, and held to that
+    learn      all warm-ups but the last    measures the windows, and the bytes to keep
+    rehearse   the last warm-up             runs with these numbers fixed, and records its saves and unpacks
+    capture    the captured step            runs with the same numbers, and must repeat the record
 
 See [Note: copies of a graph] in ``engine/captured.py``.
 """
@@ -51,16 +51,16 @@ from eager_offload.torch_private.memory import flatten_with_names, unflatten
 
 
 class DeviceScalar:
-    """A number that a graph reads from the device, such as a learning rate, the count of steps or a seed.
+    """A number that a graph reads from device memory, such as a learning rate, a step count or a seed.
 
     Args:
-        value: what it is at first.
-        dtype: of ``tensor``; the default dtype for a float, ``int64`` for an int, ``bool`` for a bool.
-        device: where it is; the accelerator, or the CPU where there is none.
+        value: the initial value.
+        dtype: of ``tensor``; by default, the default dtype for a float, ``int64`` for an int, ``bool`` for a bool.
+        device: of ``tensor``; by default, the accelerator, or the CPU if there is none.
 
     Raises:
-        CaptureInputError: ``value`` is no number, or ``dtype`` cannot hold it.
-        CaptureStateError: in a capture.
+        CaptureInputError: ``value`` is not a number, or ``dtype`` cannot hold it.
+        CaptureStateError: called in a capture.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class DeviceScalar:
         check_outside("a DeviceScalar was made")
         with torch.inference_mode(False):
             self.tensor = torch.full((), value, dtype=dtype, device=device)
-            """The number, as a tensor of no dimensions, which is the same object for good: give this to the step."""
+            """The number as a tensor without dimensions, always the same object. Pass this to the step."""
 
     def update(self, value: float) -> None:
-        """Fills the tensor with ``value``, on the current stream: it comes before what is launched from there.
+        """Fills the tensor with ``value`` on the current stream, before later launches from this stream.
 
         Raises:
-            CaptureInputError: ``value`` is no number, or the dtype cannot hold it.
-            CaptureStateError: in a capture, whose replays would all write this value.
+            CaptureInputError: ``value`` is not a number, or the dtype cannot hold it.
+            CaptureStateError: called in a capture, whose replays would all write this value.
         """
         _check_number(value, self.tensor.dtype)
         check_outside("DeviceScalar.update was called")
         with torch.no_grad():
-            # A fill carries its number along. A copy from host memory would read what the next update puts there.
+            # A fill contains its number. A copy would read host memory later, perhaps after the next update.
             self.tensor.fill_(value)
 
     def __repr__(self) -> str:
@@ -95,14 +95,14 @@ class DeviceScalar:
 
 
 class StaticInputs:
-    """Inputs that a captured function reads: copies of tensors, at addresses that stay, in the structure they came in.
+    """Inputs of a captured function: copies of tensors at fixed addresses, in the structure of the originals.
 
     Args:
-        inputs: tensors and plain values in tuples, lists and dicts, of any depth. Each tensor is copied to a buffer on
-            its own device, which requires no grad; plain values are what each update must repeat.
+        inputs: tensors and plain values in tuples, lists and dicts, nested to any depth. Each tensor is copied to a
+            buffer on its device, which does not require grad. Each update must repeat the plain values.
 
     Raises:
-        CaptureStateError: in a capture.
+        CaptureStateError: called in a capture.
     """
 
     def __init__(self, inputs: Any) -> None:
@@ -113,15 +113,15 @@ class StaticInputs:
 
     @property
     def values(self) -> Any:
-        """The buffers and the plain values, in the structure of the inputs: what is captured is called with these."""
+        """The buffers and plain values in the structure of the inputs; call the captured function with these."""
         return unflatten(self._leaves, self._structure)
 
     def update(self, inputs: Any) -> None:
-        """Copies the tensors of ``inputs`` into the buffers on the current stream; nothing is copied where they differ.
+        """Copies the tensors of ``inputs`` into the buffers on the current stream. On an error nothing is copied.
 
         Raises:
-            CaptureInputError: structure, shape, dtype, device or a plain value is another one.
-            CaptureStateError: in a capture.
+            CaptureInputError: a structure, shape, dtype, device or plain value differs.
+            CaptureStateError: called in a capture.
         """
         check_outside("StaticInputs.update was called")
         names, leaves, structure = flatten_with_names(inputs)
@@ -149,7 +149,7 @@ def _describe(value: object) -> str:
 
 
 def _alike(one: object, other: object) -> bool:
-    """Whether a tensor fits into the buffer, or a plain value is repeated."""
+    """Returns whether a tensor fits the buffer, or a plain value equals the captured one."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return _describe(one) == _describe(other)
     if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
@@ -169,7 +169,7 @@ def _check_number(value: object, dtype: torch.dtype) -> None:
 
 
 class CapturedStep:
-    """A step as a graph; ``capture_step`` makes it. A context manager, which closes it.
+    """A training step as a graph, made by ``capture_step``. As a context manager it closes itself.
 
     ::
 
@@ -186,18 +186,17 @@ class CapturedStep:
         kept: Mapping[KeepReason, int],
         scalars: Sequence[DeviceScalar],
     ) -> None:
-        #: What it has until it is closed: the graph, and where that reads its inputs.
+        #: The graph and its inputs; ``None`` once closed.
         self._parts: tuple[CapturedGraph, StaticInputs] | None = parts
-        #: What the capture has done, for each forward of the step with its backward; empty without ``offload``.
+        #: A step table for each forward and backward in the capture; empty without ``offload``.
         self.plans = plans
-        #: Bytes as saved of what stays on the device, by reason: of one step. Empty without ``offload``.
+        #: Bytes of kept saves of one step, by reason; empty without ``offload``.
         self.kept: Mapping[KeepReason, int] = MappingProxyType(dict(kept))
-        #: As they were given.
         self.scalars = tuple(scalars)
 
     @property
     def plan(self) -> StepTable | None:
-        """The first of ``plans``, of a step with one forward the only one; ``None`` where nothing was saved."""
+        """The first of ``plans``, the only one of a step with one forward; ``None`` if nothing was saved."""
         return self.plans[0] if self.plans else None
 
     @property
@@ -211,7 +210,7 @@ class CapturedStep:
 
     @property
     def result(self) -> Any:
-        """What the step returned in the capture: tensors that each replay writes anew.
+        """The return value of the captured step; each replay overwrites its tensors.
 
         Raises:
             CaptureStateError: the step is closed.
@@ -219,33 +218,34 @@ class CapturedStep:
         return self._open()[0].result
 
     def __call__(self, *inputs: Any) -> Any:
-        """Copies ``inputs`` to where the graph reads them, launches it on the current stream, and returns ``result``.
+        """Copies ``inputs`` to the buffers, launches the graph on the current stream, and returns ``result``.
 
         Raises:
-            CaptureInputError: ``inputs`` are not as they were in the capture.
-            CaptureStateError: in a capture, or the step is closed.
+            CaptureInputError: ``inputs`` differ in structure, shape, dtype, device or plain values from the captured
+                ones.
+            CaptureStateError: called in a capture, or the step is closed.
         """
         graph, static = self._open()
         if capture_status() is CaptureStatus.NONE:
-            graph.wait()  # another stream may still read the inputs before these
+            graph.wait()  # a replay on another stream may still read the buffers
         static.update(inputs)
         graph.launch()
         return graph.result
 
     def launch(self, stream: torch.Stream | None = None) -> None:
-        """A replay with the inputs as they are; see ``CapturedGraph.launch``.
+        """Replays with the present inputs; see ``CapturedGraph.launch``.
 
         Raises:
-            CaptureInputError: ``stream`` is of another device.
-            CaptureStateError: in a capture, or the step is closed.
+            CaptureInputError: ``stream`` is on another device.
+            CaptureStateError: called in a capture, or the step is closed.
         """
         self._open()[0].launch(stream)
 
     def close(self) -> None:
-        """Lets go of the graph, its memory, its inputs and results; what a replay uses stays until that is over.
+        """Frees the graph, its memory, inputs and results, after the last replay. Idempotent.
 
-        Pinned memory goes too, but for what a ``pool`` that was given has lent: that is its own until
-        ``clear_buffers``. Idempotent. A step that is garbage collected has no need of it.
+        Pinned memory is freed too, except for memory of a user's ``pool``, which keeps it until ``clear_buffers``.
+        Garbage collection of a step does the same.
         """
         self._parts = None
 
@@ -282,30 +282,29 @@ def capture_step(
     """Runs a step a few times, then captures it as a graph that replays with new inputs.
 
     Args:
-        fn: the step: forward, backward and, where they belong to it, the optimizer and ``zero_grad``. It is called as
-            ``fn(*inputs)``, with copies of ``inputs`` that stay, and does the same each time.
-        inputs: the arguments of ``fn``: tensors and plain values in tuples, lists and dicts, of any depth.
-        offload: entered around ``fn``. The last warm-up is written down, and the capture is held to it: what it moves
-            crosses the link in each replay, and does not depend on how fast the host or the link was.
-            ``offload.stats()`` counts the warm-ups alone.
-        scalars: the numbers that ``fn`` reads and that change between replays; they live as long as the step.
-        warmup: how many real steps come first, with ``inputs``, on the stream of the capture. With ``offload`` one at
-            least, and more of them let it learn.
-        mode, pool, debug: as ``GraphCaptureGuard`` has them. Without ``pool`` pinned memory goes with the step; a pool
-            that was made with ``host_bytes`` lends it.
+        fn: the step: forward, backward and, as needed, the optimizer and ``zero_grad``. Called as ``fn(*inputs)`` with
+            fixed copies of ``inputs``; must do the same in each call.
+        inputs: the arguments of ``fn``: tensors and plain values in tuples, lists and dicts, nested to any depth.
+        offload: entered around ``fn``. The last warm-up is recorded, and the capture must repeat it. Each replay copies
+            the same bytes, whatever the speed of host and link. ``offload.stats()`` counts only the warm-ups.
+        scalars: the numbers that ``fn`` reads and that change between replays; the step keeps them alive.
+        warmup: the number of real steps before the capture, with ``inputs``, on the stream of the capture. With
+            ``offload`` at least 1; with more, the windows and kept bytes adapt.
+        mode, pool, debug: as in ``GraphCaptureGuard``. Pinned memory comes from ``pool`` if the pool has
+            ``host_bytes``; without ``pool`` it is freed with the step.
 
     Returns:
-        The step. Nothing was replayed yet, so the state is that after the warm-ups.
+        The step. It was not replayed yet, so the training state is that after the warm-ups.
 
     Raises:
-        NoAcceleratorError: there is nothing to capture.
-        CaptureInputError: ``inputs``, ``scalars``, ``warmup`` or ``pool`` is not what it has to be.
-        CaptureStateError: ``offload`` uses a disk or pageable memory, is traced or entered already, or an
-            autocast is entered that keeps casts.
-        ScheduleMismatchError: two warm-ups, or the last one and the capture, are not one sequence of saves and unpacks.
-        CapacityError: ``pool`` has no room for what leaves.
-        GraphError: as ``GraphCaptureGuard`` has it; what ``fn`` raises, this raises. Gradients that a capture has left
-            then hold nothing, as nothing of it has run: let go of them before the next step.
+        NoAcceleratorError: this process has no accelerator to capture.
+        CaptureInputError: ``inputs``, ``scalars``, ``warmup`` or ``pool`` is not accepted.
+        CaptureStateError: ``offload`` uses a disk or pageable memory, is traced or entered already, or an active
+            autocast caches casts.
+        ScheduleMismatchError: two warm-ups, or the last warm-up and the capture, differ in saves or unpacks.
+        CapacityError: ``pool`` has no room for the offloaded bytes.
+        GraphError: as in ``GraphCaptureGuard``. Errors of ``fn`` propagate. Gradients of a failed capture were never
+            computed: drop them before the next step.
     """
     runtime, shared, mode = capturing_runtime(), pool_of(pool), CaptureMode(mode)
     _check_arguments(inputs, offload, scalars, warmup)
@@ -320,14 +319,14 @@ def capture_step(
     with overriding_stale_streams():
         saves = None if offload is None else CapturedSaves(offload, stream, runtime, warmup)
         here = runtime.current_stream(stream.device)
-        runtime.wait(stream, runtime.record(here))  # what the step reads was made there
+        runtime.wait(stream, runtime.record(here))  # the step reads tensors made on the current stream
         try:
             with runtime.enter(stream):
                 for _ in range(warmup):
                     with nullcontext() if saves is None else saves.warm_up():
                         fn(*static.values)
         finally:
-            runtime.wait(here, runtime.record(stream))  # and so is what comes after the warm-ups
+            runtime.wait(here, runtime.record(stream))  # later work reads results of the warm-ups
         nbytes = 0 if saves is None else saves.slot_bytes
         owner = CapturePool(nbytes) if shared is None and nbytes else shared
         guard = GraphCaptureGuard(stream, mode, owner, debug)
@@ -379,7 +378,7 @@ def _check_arguments(inputs: Sequence[Any], offload: Offload | None, scalars: Se
 
 
 class _OneDevice:
-    """In place of all devices of an ``Offload``: that of a capture."""
+    """Stands for the devices of an ``Offload``: has only the device of a capture."""
 
     def __init__(self, transfers: CapturedTransfers) -> None:
         self._transfers = transfers
@@ -389,7 +388,7 @@ class _OneDevice:
 
 
 class _Saves:
-    """The saved tensors of some calls of the function."""
+    """The saved tensors of some calls of the step."""
 
     def __init__(self, offload: Offload, config: OffloadConfig, transfers: CapturedTransfers, saves: SavedTensors):
         self.transfers, self.saved_tensors = transfers, saves
@@ -399,7 +398,7 @@ class _Saves:
 
     @contextmanager
     def entered(self, script: StepScript) -> Iterator[None]:
-        """A ``with`` of the ``Offload`` around one call, which goes into ``script``."""
+        """Enters the ``Offload`` around one call, which is recorded in ``script``."""
         self.saved_tensors.script = script
         try:
             with self._offload.in_step(self.hooks):
@@ -413,7 +412,7 @@ class _Saves:
 
 
 class CapturedSaves:
-    """The saved tensors of one function, from its first warm-up to the capture."""
+    """The saved tensors of a step, from its first warm-up to the capture."""
 
     def __init__(self, offload: Offload, stream: torch.Stream, runtime: AcceleratorRuntime, warmups: int) -> None:
         self._offload, self._stream, self._runtime, self._warmups = offload, stream, runtime, warmups
@@ -421,21 +420,20 @@ class CapturedSaves:
         self._tiers = offload.tiers_of(stream.device)
         self._learnt: _Saves | None = None
         self._rehearsed: _Saves | None = None
-        #: What each warm-up has done.
         self._scripts: list[StepScript] = []
         self._fixed: OffloadConfig | None = None
         self._tables: StepTables | None = None
-        #: What the capture has done.
         self.tables: tuple[StepTable, ...] = ()
         self.kept: Mapping[KeepReason, int] = {}
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
-        """Around one warm-up; the last one saves as the one before, since what happens once happens earlier."""
+        """Enters the ``Offload`` around one warm-up. The last one repeats the one before, as one-time work is done by
+        then."""
         number, script = len(self._scripts), StepScript()
         if self._learnt is None:
             config, tables = self._offload.config, StepTables(True, self._offload._accounts)
-            if config.is_free:  # steps before have decided what stays: a graph has no time of its own
+            if config.is_free:  # earlier steps have decided: a graph has no time of its own
                 config = OffloadConfig.from_dict({"policy": "max"}, config)
                 if (controller := self._offload.controller_of(self._stream.device)) is not None:
                     tables.control(controller.fixed())
@@ -454,7 +452,7 @@ class CapturedSaves:
             saves = self._rehearsed = self._new(self._fixed, self._offload._accounts, self._tables.frozen())
         else:
             saves = self._learnt
-        self._offload.stats(synchronize=True)  # what earlier steps have on its way takes memory in some runs only
+        self._offload.stats(synchronize=True)  # copies in flight of earlier steps take memory in some runs only
         with saves.entered(script):
             yield
         saves.end()
@@ -464,13 +462,14 @@ class CapturedSaves:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the slab that the capture needs."""
+        """Bytes of pinned memory that the capture needs."""
         assert self._rehearsed is not None
         return lay_out(self._rehearsed.transfers.log.copies)[1]
 
     @contextmanager
     def capture(self, slab: Tensor | None) -> Iterator[None]:
-        """Around the capture, with ``slot_bytes`` of pinned memory that live as long as the graph does."""
+        """Enters the ``Offload`` around the capture. ``slab``: ``slot_bytes`` of pinned memory, which the graph keeps
+        alive."""
         assert self._rehearsed is not None
         assert self._fixed is not None
         assert self._tables is not None

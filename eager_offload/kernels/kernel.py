@@ -1,10 +1,10 @@
-"""A kernel, the function that it is called as, and what is compiled for it.
+"""Kernels, their launchers, and the cache of compiled kernels.
 
 [Note: compiled kernels]
-There is one for each text, however many kernels come to it, for as long as one of them lives. Inductor compiles torch
-operators, and NVRTC CUDA C++ for the device of the tensors. A kernel in CUDA C++ receives the address of each tensor,
-in the order of the call. A number is a tensor of no dimensions there too, so that no argument loses bits: what torch
-passes of a Python number is a C `int` or a `double`.
+Kernels with the same cache text share one compiled kernel, which lives as long as one of its users. Inductor compiles
+torch operators; NVRTC compiles CUDA C++ for the device of the tensors. A kernel in CUDA C++ receives the address of
+each tensor, in the order of the call. A number is passed as a tensor without dimensions, because torch passes a Python
+number as a C `int` or a `double`, which would lose bits.
 """
 
 from __future__ import annotations
@@ -25,34 +25,32 @@ from eager_offload.kernels.staging import LaunchSpec
 from eager_offload.torch_private.inductor import compile_cuda
 from eager_offload.torch_private.memory import flatten_with_names
 
-#: A compiled kernel: takes the tensors of a call.
+#: Launches a compiled kernel on the tensors of a call.
 Launch: TypeAlias = Callable[..., object]
 
-#: What an implementation may be called.
+#: Names in ``Kernel.impls``, and names that ``as_torch_kernel`` accepts.
 _BODIES = ("torch", "cuda")
 _IMPLS = ("auto", "torch", "inductor", "cuda")
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """What a kernel takes, how it is launched, and what computes it.
+    """A kernel: its arguments, its launch, and its implementations.
 
     Args:
-        name: what errors call it, and the name of the function in CUDA C++.
-        signature: what it takes and gives.
-        spec: how it is spread over a device.
-        impls: by name, what computes it. Each is given the inputs, what is ``inout``, and the outputs, nesting taken
-            away, and writes the outputs; what it returns is not looked at.
+        name: names the kernel in errors; the name of the function in CUDA C++.
+        signature: the arguments and results.
+        spec: the grid, block and shared memory of a launch.
+        impls: the implementations by name. Each is called with the flattened inputs, ``inout`` arguments and outputs,
+            and writes the outputs; its return value is ignored.
 
-            - ``"torch"``, which has to be there, is the reference: torch operators on tensors. ``torch.compile`` has to
-              be able to trace it: a tensor that it reads is an input, or made by it. ``"inductor"`` is this one,
+            - ``"torch"``, required: the reference, torch operators on tensors. ``torch.compile`` must be able to trace
+              it: each tensor that it reads must be an argument, or made inside. ``"inductor"`` is this implementation,
               compiled.
-            - ``"cuda"``: source in CUDA C++, with a ``__global__`` function ``name`` that takes the addresses of the
-              tensors.
+            - ``"cuda"``: CUDA C++ source of a ``__global__`` function ``name`` that takes the addresses of the tensors.
 
     Raises:
-        KernelError: there is no ``"torch"``, a name is another one, what stands there cannot be called or is not a
-            source, or one of the others is something else.
+        KernelError: ``"torch"`` is missing, a name is unknown, or a value is of another type.
     """
 
     name: str
@@ -79,15 +77,14 @@ class Kernel:
 
 
 class TorchKernel:
-    """A kernel as a function of torch tensors; :func:`as_torch_kernel` makes it. Any thread may call it.
+    """A kernel as a function of torch tensors, made by :func:`as_torch_kernel`. Thread-safe.
 
-    A call checks its arguments first, launches on the current stream of their device, and has no gradient.
+    A call checks its arguments, then launches on the current stream of their device. It has no gradient.
     """
 
     def __init__(self, kernel: Kernel, impl: str) -> None:
-        #: What it was made of.
         self.kernel = kernel
-        #: What computes it, as it was asked for.
+        #: The requested implementation.
         self.impl = impl
         self._compiled: dict[tuple[torch.device, torch.dtype], Launch] = {}
         self._failed: set[torch.device] = set()
@@ -97,21 +94,22 @@ class TorchKernel:
         """Launches the kernel.
 
         Args:
-            arguments: the inputs, and what is ``inout`` behind them.
-            out: where the outputs go; new tensors by default. A single one may come bare.
+            arguments: the inputs, then the ``inout`` tensors.
+            out: tensors for the outputs; new tensors by default. A single output may be passed without a tuple.
 
         Returns:
-            The outputs, in their structure, and what is ``inout`` behind them; a single result comes bare.
+            The outputs in their structure, then the ``inout`` tensors; a single result without a tuple.
 
         Raises:
-            KernelError: an argument is not what the signature says, CUDA C++ does not compile, or CUDA refuses the
+            KernelError: an argument does not match the signature, CUDA C++ does not compile, or CUDA refuses the
                 launch. Nothing was launched.
-            CapabilityError: the device, or what is installed, cannot do this, or the body cannot be traced.
+            CapabilityError: the device or the installation does not support the implementation, or the body cannot be
+                traced.
         """
         kernel = self.kernel
         call = kernel.signature.call(kernel.name, arguments, out)
         kind = call.device.type
-        # A kernel computes in the dtypes of its signature, and what was compiled in no other state than what is called.
+        # Without autocast: a kernel computes in the dtypes of its signature, and was compiled without autocast.
         is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         with torch.no_grad(), torch.autocast(kind, enabled=False) if is_cast else nullcontext():
             found, device = None, call.device
@@ -126,8 +124,8 @@ class TorchKernel:
         return f"TorchKernel({self.kernel.name!r}, impl={self.impl!r})"
 
     def _compile(self, device: torch.device, tensors: list[Tensor]) -> Launch | None:
-        """What launches on ``device``; ``None`` where nothing compiles and the reference does as well."""
-        kernel, place = self.kernel, (device, torch.get_default_dtype())  # which a body may make tensors of
+        """Returns the launcher for ``device``; ``None`` if ``impl="auto"`` must run the reference."""
+        kernel, place = self.kernel, (device, torch.get_default_dtype())  # a body may make tensors of the default dtype
         with self._lock:
             if place in self._compiled:
                 return self._compiled[place]
@@ -151,19 +149,19 @@ class TorchKernel:
 
 
 def as_torch_kernel(kernel: Kernel, impl: str = "auto") -> TorchKernel:
-    """A kernel as a function of torch tensors.
+    """Returns a kernel as a function of torch tensors.
 
     Args:
-        impl: what computes it.
+        impl: the implementation:
 
             - ``"torch"``: the reference, operator by operator.
-            - ``"inductor"``: the reference, compiled when it is first called: C++ on a CPU, Triton on a GPU.
-            - ``"cuda"``: the source in CUDA C++, which NVRTC compiles when it is first called: on CUDA tensors.
-            - ``"auto"``: ``"inductor"``, and the reference with one warning where that cannot compile.
+            - ``"inductor"``: the reference, compiled at the first call: C++ on a CPU, Triton on a GPU.
+            - ``"cuda"``: the CUDA C++ source, compiled by NVRTC at the first call; for CUDA tensors.
+            - ``"auto"``: ``"inductor"``; the reference, with one warning, if that cannot compile.
 
     Raises:
-        KernelError: ``impl`` is none of these, or the kernel has no such implementation.
-        CapabilityError: there is no CUDA (ROCm is none), or the ``spec`` has clusters.
+        KernelError: ``impl`` is unknown, or the kernel does not have it.
+        CapabilityError: ``impl="cuda"`` without CUDA (ROCm does not count), or with clusters in the ``spec``.
     """
     if impl not in _IMPLS:
         raise KernelError(f"impl={impl!r} is not accepted: it is one of {', '.join(map(repr, _IMPLS))}")
@@ -182,13 +180,13 @@ def as_torch_kernel(kernel: Kernel, impl: str = "auto") -> TorchKernel:
     return TorchKernel(kernel, impl)
 
 
-# -- what is compiled --------------------------------------------------------------------------------------------------
+# -- compiled kernels --------------------------------------------------------------------------------------------------
 
 
-#: Bytes of shared memory of a block from which on CUDA wants a kernel to be prepared for as many.
+#: Bytes of shared memory per block from which CUDA requires an attribute of the kernel to be set.
 _PREPARED_FROM = 48 << 10
-#: Those that kernels hold, by the text of all that they depend on. Nothing has to be unloaded when one dies: what
-#: Inductor has loaded for it torch holds until the process ends.
+#: Compiled kernels by their cache text. Weak: nothing is unloaded when one dies, because torch keeps Inductor's code
+#: loaded until the process ends.
 _kept: weakref.WeakValueDictionary[str, Launch] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
@@ -202,9 +200,9 @@ def kept(text: str, compile_it: Callable[[], Launch]) -> Launch:
 
 
 def compiled_by_inductor(name: str, body: Callable[..., object], signature: Signature, tensors: list[Tensor]) -> Launch:
-    """Returns what runs the operators that ``body`` runs on such tensors, compiled."""
-    # An output that is an alias is its input. What else is one tensor in this call may be two in the next: tracing,
-    # which goes by the objects, gets one for each.
+    """Returns a launcher for the operators that ``body`` runs on tensors like these, compiled."""
+    # Tracing identifies tensors by object. Only declared aliases may share one: other arguments that are one tensor in
+    # this call may be two in the next.
     aliased = {target: source for source, target in signature.aliases}
     count = len(tensors) - len(flatten_with_names(signature.outputs)[1])
     firsts = [place for place in range(len(tensors)) if place - count not in aliased]
@@ -214,7 +212,7 @@ def compiled_by_inductor(name: str, body: Callable[..., object], signature: Sign
     def on_distinct(*given: Tensor) -> None:
         body(*(given[place] for place in places))
 
-    from torch.fx.experimental.proxy_tensor import make_fx  # with the compiler, which takes a second to import
+    from torch.fx.experimental.proxy_tensor import make_fx  # imports the compiler, which takes a second
 
     from eager_offload.torch_private.inductor import compile_fx  # likewise
 
@@ -228,20 +226,20 @@ def compiled_by_inductor(name: str, body: Callable[..., object], signature: Sign
         ) from error
     device = tensors[0].device
     shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in distinct)
-    default = torch.get_default_dtype()  # of tensors that a graph makes without saying
-    # Not `torch.accelerator.get_device_capability`: that of CUDA raises (to 2.13 at least).
+    default = torch.get_default_dtype()  # the dtype of tensors that a graph makes without one
+    # Not `torch.accelerator.get_device_capability`: CUDA's raises (up to 2.13 at least).
     ask = getattr(torch.get_device_module(device), "get_device_capability", None)
     parts = ("inductor", torch.__version__, device, ask and ask(device), default, shapes, places, _code(graph))
     text = "\n".join(map(str, parts))
 
     def compile_it() -> Launch:
-        copies = [one.clone() for one in tensors]  # what is launched writes, also what is ``inout``
+        copies = [one.clone() for one in tensors]  # a launch writes to outputs and ``inout``
         try:
-            if next(graph.children(), None) is not None:  # branches, which Inductor takes from Dynamo alone
+            if next(graph.children(), None) is not None:  # branches, which Inductor compiles only through Dynamo
                 compiled: Launch = torch.compile(graph, fullgraph=True, dynamic=False)
             else:
-                # Past Dynamo, whose guards ask at each launch, for 30 us, what `Signature.call` has asked, and for what
-                # the caller has set, autocast or hooks of saved tensors, compile anew.
+                # Without Dynamo, whose guards take 30 us per launch for checks that `Signature.call` has made, and
+                # recompile for the caller's state, such as autocast or saved-tensor hooks.
                 compiled = cast(Launch, compile_fx(graph, distinct))
 
             def launch(*given: Tensor) -> None:
@@ -256,7 +254,7 @@ def compiled_by_inductor(name: str, body: Callable[..., object], signature: Sign
 
 
 def _code(graph: Any) -> str:
-    """The code of a graph with what it only names: the graphs of branches, and the values of tensors that it makes."""
+    """Returns the code of a graph with the code of its branches, and the values of its constant tensors."""
     graphs = [f"{path}: {inner.code}" for path, inner in graph.named_modules() if hasattr(inner, "code")]
     constants = [
         f"{path}: {one.dtype} {tuple(one.shape)} {one.cpu().contiguous().view(-1).view(torch.uint8).tolist()}"
@@ -266,7 +264,7 @@ def _code(graph: Any) -> str:
 
 
 def compiled_by_cuda(name: str, source: str, spec: LaunchSpec, tensors: list[Tensor]) -> Launch:
-    """Returns what launches the function ``name`` of ``source`` on such tensors, on the current stream."""
+    """Returns a launcher for the function ``name`` of ``source``, on the current stream."""
     device = tensors[0].device
     if device.type != "cuda":
         raise CapabilityError(f"{name}: impl='cuda' takes CUDA tensors, and these are on {device}")

@@ -1,4 +1,4 @@
-"""What a kernel takes and gives, and the check of it that comes before every launch."""
+"""The arguments and results of a kernel, and their check before each launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eager_offload.torch_private.memory import flatten_with_names, unflatten
 
 
 def checked_sizes(of: str, name: str, given: Any, least: int) -> tuple[int, ...]:
-    """``given`` as a tuple of whole numbers, ``least`` or more; raises ``KernelError`` for anything else."""
+    """Returns ``given`` as a tuple of whole numbers of at least ``least``; raises ``KernelError`` otherwise."""
     sizes = tuple(given) if isinstance(given, Iterable) else (None,)
     if not all(is_whole(size) and size >= least for size in sizes):
         raise KernelError(
@@ -26,27 +26,26 @@ def checked_sizes(of: str, name: str, given: Any, least: int) -> tuple[int, ...]
 
 
 def check_dtype(of: str, given: object) -> None:
-    """Raises ``KernelError`` for what is no dtype of torch: its name is none."""
     if not isinstance(given, torch.dtype):
         raise KernelError(f"{of}(dtype={given!r}) is not accepted: it is a torch.dtype, such as torch.float32")
 
 
 def is_whole(number: object) -> bool:
-    """Whether this is a whole number, which ``True`` is not."""
-    return isinstance(number, Integral) and not isinstance(number, bool)
+    return isinstance(number, Integral) and not isinstance(number, bool)  # True is an Integral
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that a kernel takes or gives: contiguous, in rows.
+    """A contiguous tensor that a kernel takes or returns.
 
     Args:
         shape: its sizes.
         dtype: of its elements.
-        align: what its address is a multiple of, in bytes, a power of two; by default, the size of an element.
+        align: the alignment of its address in bytes, a power of two; by default, the size of an element.
 
     Raises:
-        KernelError: a size is no whole number from 0 on, ``dtype`` none of torch's, or ``align`` no power of two.
+        KernelError: a size is not a whole number of at least 0, ``dtype`` is not a ``torch.dtype``, or ``align`` is not
+            a power of two.
     """
 
     shape: tuple[int, ...]
@@ -65,7 +64,7 @@ class TensorSpec:
         return f"a contiguous tensor of {self.shape}, {self.dtype}, at a multiple of {self.align} bytes"
 
 
-#: Whole numbers that torch can make a tensor of.
+#: Integer dtypes of which torch can make a tensor.
 _WHOLE = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -74,14 +73,14 @@ _WHOLE = (
 
 @dataclass(frozen=True)
 class Scalar:
-    """A Python number that a kernel takes, as a tensor of no dimensions on the device of the others.
+    """A Python number that a kernel takes, passed as a tensor without dimensions on the device of the other arguments.
 
     Args:
-        dtype: what the number becomes. It has to hold it: 300 is no ``int8``, 0.5 no ``int64``, 1e300 no ``float32``,
-            and ``True`` a ``bool`` only. A floating dtype rounds it.
+        dtype: of the tensor. It must hold the number: 300 is refused for ``int8``, 0.5 for ``int64``, 1e300 for
+            ``float32``, and ``True`` for each dtype but ``bool``. Floating dtypes round.
 
     Raises:
-        KernelError: ``dtype`` is not ``bool``, whole numbers of 8 bits and more, or floating ones.
+        KernelError: ``dtype`` is not ``bool``, an integer dtype of 8 bits or more, or a floating one.
     """
 
     dtype: torch.dtype
@@ -100,31 +99,30 @@ class Scalar:
 
 
 class LaunchArguments(NamedTuple):
-    """The arguments of one launch, checked."""
+    """The checked arguments of one launch."""
 
     device: torch.device
     tensors: list[Tensor]
-    """In the order of the signature: inputs, what is ``inout``, outputs."""
+    """In the order of the signature: inputs, ``inout``, outputs."""
     outputs: list[Tensor]
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What a kernel takes and gives.
+    """The arguments and results of a kernel.
 
-    A call hands over the inputs, then what is ``inout``; it gives the outputs and, behind them, what is ``inout``.
+    A call passes the inputs, then the ``inout`` tensors; it returns the outputs, then the ``inout`` tensors.
 
     Args:
-        inputs: for each argument a ``TensorSpec`` or ``Scalar``, or tuples, lists and dicts of them.
-        outputs: for each result a ``TensorSpec``, or tuples, lists and dicts of them.
-        inout: as ``inputs``, tensors only: arguments that are read and written.
-        aliases: pairs of numbers, of an input and an output, each counted in their order with nesting taken away: the
-            output is written where the input is.
+        inputs: a ``TensorSpec`` or ``Scalar`` for each argument, or tuples, lists and dicts of them.
+        outputs: a ``TensorSpec`` for each result, or tuples, lists and dicts of them.
+        inout: tensors that are read and written, as in ``inputs``.
+        aliases: pairs of an input's and an output's index in the flattened inputs and outputs: the output is written to
+            the memory of the input.
 
     Raises:
-        KernelError: a part of it is something else; it has no outputs and nothing ``inout``; both ``aliases`` and
-            ``inout``, which say the same in two ways; an alias of what does not exist, is taken already or has another
-            shape or dtype.
+        KernelError: a part has another type; there is nothing to write (no outputs and no ``inout``); ``aliases`` and
+            ``inout`` are both given; or an alias is out of range, repeated, or of another shape or dtype.
     """
 
     inputs: Sequence[Any]
@@ -168,13 +166,13 @@ class Signature:
         return KernelError(f"Signature(aliases={self.aliases!r}) is not accepted: {why}")
 
     def call(self, kernel: str, arguments: tuple[Any, ...], out: Any = None) -> LaunchArguments:
-        """Returns the arguments of a launch, with new outputs where ``out`` is ``None``."""
+        """Returns the arguments of a launch, with new outputs if ``out`` is ``None``."""
         names, leaves, specs = self._matched(kernel, "arguments", (*self.inputs, *self.inout), arguments)
         device = _one_device(kernel, names, leaves, out)
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             _check(f"{kernel}: the argument {name}", spec, leaf, device)
         tensors = [
-            # torch takes no whole number of more than 64 bits
+            # `float`, because torch refuses integers of more than 64 bits
             leaf
             if isinstance(leaf, Tensor)
             else torch.full((), float(leaf) if spec.dtype.is_floating_point else leaf, dtype=spec.dtype, device=device)
@@ -189,7 +187,7 @@ class Signature:
         return LaunchArguments(device, [*tensors, *outputs], outputs)
 
     def result(self, call: LaunchArguments, arguments: tuple[Any, ...]) -> Any:
-        """What a launch gives: a single result bare, several as a tuple, in the structure of the signature."""
+        """Returns the results of a launch in the structure of the signature, a single one without a tuple."""
         outputs = unflatten(call.outputs, flatten_with_names(self.outputs)[2])
         results = (*outputs, *arguments[len(self.inputs) :])
         return results[0] if len(results) == 1 else results
@@ -209,7 +207,7 @@ class Signature:
     def _outputs(
         self, kernel: str, out: Any, inputs: list[Tensor], device: torch.device
     ) -> tuple[list[Tensor], list[str]]:
-        """The outputs, and where each stands in those of the caller, if they are so."""
+        """Returns the outputs, and their paths if the caller passed them."""
         aliased = {target: inputs[source] for source, target in self.aliases}
         if out is None:
             specs = flatten_with_names(self.outputs)[1]
@@ -228,7 +226,7 @@ class Signature:
 
 
 def _one_device(kernel: str, names: list[str], leaves: list[Any], out: Any) -> torch.device:
-    """That of the arguments; where none of them is a tensor, that of the caller's outputs, and a CPU without them."""
+    """Returns the device of the arguments; without tensors, of the caller's outputs; without both, the CPU."""
     found = {leaf.device: name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
     if len(found) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in found.items())
@@ -243,7 +241,7 @@ def _check_apart(kernel: str, names: list[str], tensors: list[Tensor], written: 
     ends = [begin + math.prod(one.shape) * one.dtype.itemsize for begin, one in zip(begins, tensors, strict=True)]
     for place in written:
         for other in range(len(tensors)):
-            # Tensors of ``meta``, and empty ones, begin at 0.
+            # Tensors on ``meta`` and empty tensors have address 0.
             if other != place and 0 < begins[place] < ends[other] and begins[other] < ends[place]:
                 raise KernelError(
                     f"{kernel}: {names[place]} is written, and shares memory with {names[other]}: give each its own, "
@@ -270,7 +268,7 @@ def _check(what: str, spec: TensorSpec | Scalar, value: Any, device: torch.devic
             f"{what}: expected {spec}, on {device}, and got one of {tuple(value.shape)}, {value.dtype}, strides "
             f"{value.stride()}, {off} bytes behind a multiple of {spec.align}, on {value.device}"
         )
-    if value.is_neg() or value.is_conj():  # views of memory that holds other numbers
+    if value.is_neg() or value.is_conj():  # the memory holds other numbers
         raise KernelError(
             f"{what}: expected {spec}, and got one that is negated or conjugated when it is read: pass its "
             "resolve_neg() or resolve_conj()"

@@ -1,4 +1,4 @@
-"""How a kernel is spread over a device, and which part of its scratch memory is what."""
+"""The launch of a kernel: grid, block, and the layout of shared memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from eager_offload.kernels.signature import check_dtype, checked_sizes, is_whole
 
 @dataclass(frozen=True)
 class Slot:
-    """One array in scratch memory.
+    """An array in shared memory.
 
     Args:
         shape: its sizes; ``()`` is a single element.
         dtype: of its elements.
-        align: what its address is a multiple of, in bytes: a power of two, at least the size of an element.
+        align: the alignment of its address in bytes: a power of two, at least the size of an element.
 
     Raises:
-        KernelError: a size is no whole number from 0 on, or ``dtype`` or ``align`` is none of these.
+        KernelError: a size is not a whole number of at least 0, or ``dtype`` or ``align`` is not accepted.
     """
 
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class _Members:
-    """What trees and unions have in common: members that do not change, whose order counts."""
+    """The immutable, ordered members of a tree or union."""
 
     members: Mapping[str, Any] | Sequence[Any]
 
@@ -59,7 +59,7 @@ class _Members:
         if isinstance(members, str) or not isinstance(members, Mapping | Sequence) or not members:
             raise KernelError(f"{name}({members!r}) is not accepted: it has members, in a sequence or by their names")
         for path, member in _items(members):
-            if not isinstance(path, str) or not path or "." in path:  # so that a path is that of one slot
+            if not isinstance(path, str) or not path or "." in path:  # so that paths are unique
                 raise KernelError(f"{name} has a member {path!r}: names are texts, not empty, with no dot in them")
             if not isinstance(member, Slot | Union | StagingTree):
                 kinds = "Slot, Union and StagingTree"
@@ -76,7 +76,7 @@ class _Members:
         return hash(tuple(_items(self.members)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A view of a dict is neither copied nor pickled.
+        # A mapping proxy cannot be copied or pickled.
         return type(self), (dict(self.members) if isinstance(self.members, Mapping) else self.members,)
 
     @property
@@ -86,13 +86,13 @@ class _Members:
 
 @dataclass(frozen=True, eq=False)
 class Union(_Members):
-    """Members of which one is in use at a time: all begin at one address, and the largest says how much room they take.
+    """Members that share one address, of which one is in use at a time; the size is that of the largest.
 
     Args:
-        members: slots, trees and unions, at least one; a mapping gives them names, which have no dot.
+        members: slots, trees and unions, at least one; a mapping names them, without dots.
 
     Raises:
-        KernelError: there is none, one is something else, or a name has a dot.
+        KernelError: there is no member, a member has another type, or a name has a dot.
     """
 
     @property
@@ -102,17 +102,16 @@ class Union(_Members):
 
 @dataclass(frozen=True, eq=False)
 class StagingTree(_Members):
-    """Members that lie one behind the other, in their order and with no gap between them.
+    """Members that lie one after another in order, without gaps.
 
-    No padding is put in, since where members lie is a matter of speed in shared memory: a member that would begin
-    where its ``align`` does not permit is an error, which says how far it is off.
+    Padding is never added, because the layout of shared memory affects speed. A member that would be misaligned is an
+    error, which tells by how many bytes.
 
     Args:
-        members: slots, unions and trees, at least one; a mapping gives them names, which have no dot, and a sequence
-            numbers.
+        members: slots, unions and trees, at least one; a mapping names them, without dots; a sequence numbers them.
 
     Raises:
-        KernelError: there is none, one is something else or would be misaligned, or a name has a dot.
+        KernelError: there is no member, a member has another type or would be misaligned, or a name has a dot.
     """
 
     def __post_init__(self) -> None:
@@ -126,17 +125,17 @@ class StagingTree(_Members):
 
     @property
     def offsets(self) -> dict[str, int]:
-        """Where each slot begins, in bytes from the beginning; by its path, such as ``"tiles.a"`` or ``"0.1"``."""
+        """The offset of each slot in bytes, by its path, such as ``"tiles.a"`` or ``"0.1"``."""
         return {path: offset for path, _, offset in _slots(self, "", 0)}
 
     def place(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The slots as views of ``buffer``, by their paths; those of a union's members overlap.
+        """Returns the slots as views of ``buffer``, by path; the members of a union overlap.
 
         Args:
-            buffer: contiguous bytes (``uint8``), at least ``nbytes`` of them, at a multiple of ``align``.
+            buffer: contiguous bytes (``uint8``), at least ``nbytes``, at a multiple of ``align``.
 
         Raises:
-            KernelError: the buffer is something else.
+            KernelError: the buffer is of another type, too small or misaligned.
         """
         given: object = buffer
         if not isinstance(given, Tensor) or buffer.layout is not torch.strided or buffer.is_nested:
@@ -165,7 +164,7 @@ def _items(members: Mapping[Any, Any] | Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _slots(node: Union | StagingTree, path: str, offset: int) -> Iterator[tuple[str, Slot, int]]:
-    """The slots with their paths and offsets, in order; raises for one that is misaligned."""
+    """Yields the slots in order with paths and offsets; raises for a misaligned one."""
     for name, member in _items(node.members):
         full = f"{path}.{name}" if path else name
         if isinstance(member, Slot):
@@ -182,9 +181,9 @@ def _slots(node: Union | StagingTree, path: str, offset: int) -> Iterator[tuple[
             offset += member.nbytes
 
 
-#: Threads of a block, and those in its third dimension, in the same table, for each compute capability.
+#: CUDA's limits, for all compute capabilities: threads of a block, and threads in its third dimension.
 _THREADS, _THREADS_Z = 1024, 64
-#: Blocks in each dimension of a grid, in the same table.
+#: Blocks in each dimension of a grid.
 _BLOCKS = ((1 << 31) - 1, 65535, 65535)
 
 _Three = tuple[int, int, int]
@@ -192,20 +191,21 @@ _Three = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """How many programs of a kernel run, and in what groups.
+    """The grid, block and shared memory of a launch.
 
-    ``impl="cuda"`` launches all of it, torch operators nothing.
+    Only ``impl="cuda"`` uses it; torch operators ignore it.
 
     Args:
         grid: blocks in each of three dimensions.
-        block: threads of a block, in each.
-        cluster: blocks that run together. Nothing launches clusters so far: ``impl="cuda"`` refuses one of more than
+        block: threads of a block in each dimension.
+        cluster: blocks of a cluster in each dimension. Not supported yet: ``impl="cuda"`` refuses clusters of more than
             one block.
-        shared: scratch memory of a block: its layout, bytes, or ``None`` for none.
+        shared: shared memory of a block: its layout, its bytes, or ``None``.
 
     Raises:
-        KernelError: not three whole numbers from 1 on, more threads or blocks than CUDA has (1,024 threads in a block
-            and 64 in its third dimension, 65,535 blocks in the second and third of a grid), or bytes below 0.
+        KernelError: not three whole numbers of at least 1, more threads or blocks than CUDA allows (1,024 threads in a
+            block and 64 in its third dimension, 65,535 blocks in the second and third dimension of a grid), or negative
+            bytes.
     """
 
     grid: _Three
@@ -235,7 +235,7 @@ class LaunchSpec:
 
     @property
     def shared_bytes(self) -> int:
-        """Scratch memory of a block, in bytes."""
+        """Bytes of shared memory of a block."""
         return self.shared.nbytes if isinstance(self.shared, StagingTree) else self.shared or 0
 
 

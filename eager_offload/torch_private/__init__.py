@@ -53,7 +53,7 @@ _OLDEST = (2, 11)
 
 
 def require_torch(version: str = torch.__version__, names: Iterable[str] = NAMES) -> None:
-    """Raises ``ImportError`` if torch is too old, or has not all ``names``."""
+    """Raises ``ImportError`` if torch is too old, or lacks one of ``names``."""
     if release_of(version) < _OLDEST:
         raise ImportError(
             f"eager_offload needs torch {_OLDEST[0]}.{_OLDEST[1]} or newer, but {version} is installed: upgrade torch"
@@ -86,10 +86,10 @@ class Patch:
 
     def __init__(self, owner: object, name: str, around: Callable[[Any], object]) -> None:
         self._owner, self._name, self._around = owner, name, around
-        #: Made once, since it may refer to itself: a new one each time would be garbage in a cycle.
+        #: Made once: the replacement may refer to itself, so each further one would be garbage in a cycle.
         self._ours: object = None
         self._theirs: object = None
-        #: Whether the owner itself has the attribute, and not its class.
+        #: Whether the attribute is the owner's own, and not inherited from its class.
         self._is_own = True
         #: The replacement, while it is put on.
         self.active: object = None
@@ -104,7 +104,7 @@ class Patch:
         setattr(self._owner, self._name, self._ours)
 
     def take_off(self) -> None:
-        """Restores the attribute. If another library has wrapped ours meanwhile, its wrapper stays and goes on calling
+        """Restores the attribute. If another library has wrapped the replacement, its wrapper stays and keeps calling
         it."""
         self.active = None
         if getattr(self._owner, self._name) is not self._ours:
@@ -116,5 +116,5 @@ class Patch:
 
 
 def if_imported(module: str, name: str) -> Any:
-    """Returns a name of a module; ``None`` if nothing has imported it, so that no object of the kind can exist."""
+    """Returns a name of a module; ``None`` if the module is not imported, so that no object of the kind can exist."""
     return getattr(sys.modules.get(module), name, None)

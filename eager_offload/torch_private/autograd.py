@@ -1,4 +1,4 @@
-"""Autograd: its nodes and backwards, hooks for saved tensors, checkpoints, and profilers."""
+"""Autograd: nodes and backwards, saved-tensor hooks, checkpoints, and profilers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from eager_offload.torch_private.calls import dispatch_modes, mode_at, schema_of
 
 # -- autograd: its nodes, its backwards -------------------------------------------------------------------------------
 
-#: Returns the number of the next autograd node of this thread. It grows when an operator's node is made, after the
-#: operator has packed its inputs: a larger number at a later pack shows that the operator has run.
+#: Returns the number of the next autograd node of this thread. An operator's node takes its number after the operator
+#: has packed its inputs, so a larger number at a later pack shows that the operator has run.
 autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # in no stub
 
 #: Returns the autograd node that this thread is running backward for, or ``None``.
@@ -32,12 +32,13 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 
 
 def asker_may_return_it() -> bool:
-    """Returns whether the unpack may be for code that makes the saved tensor a gradient: a custom function or a hook.
+    """Returns whether the unpack may be for code that can return the saved tensor as a gradient: a custom function or a
+    hook.
 
-    Nodes with a formula of torch's unpack from the engine, above which there is no Python frame but torch's own call.
+    Nodes with a formula of torch's unpack from the engine: above the library's frames there is only torch's own call.
     """
     node = current_autograd_node()
-    if node is None:  # outside of a backward nothing is about to become a gradient
+    if node is None:  # no gradient outside of a backward
         return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("eager_offload."):
@@ -56,7 +57,6 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 def node_sequence(node: Any) -> int:
-    """Returns the number that an autograd node had when its thread made it."""
     return int(node._sequence_nr())
 
 
@@ -85,7 +85,7 @@ def top_pack_hook() -> object | None:
 def replace_hooks(change: Callable[[list[HookFunctions]], None]) -> None:
     """Calls ``change`` to edit the list of the calling thread's saved-tensor hooks, the innermost last.
 
-    torch keeps them as a stack of which only the top can be seen and taken off.
+    torch has a stack of hooks and exposes only its top.
     """
     hooks: list[HookFunctions] = []
     try:
@@ -155,19 +155,19 @@ def on_checkpoints(caching: Callable[[Any, Any, Any], None], cached: Callable[[A
     ]
 
 
-#: Whether a checkpoint saves what it is given by an autograd node of its own, as in torch 2.11.
+#: Whether a checkpoint saves its inputs by an autograd node of its own, as in torch 2.11.
 checkpoints_have_nodes = hasattr(torch.utils.checkpoint, "_NoopSaveInputs")
 
 
 def checkpoint_store_key(func: object, args: object) -> object:
     """Returns the key under which selective checkpointing stores the results of the operator ``func``."""
     key = getattr(torch.utils.checkpoint, "_sac_storage_key", None)
-    return func if key is None or schema_of(func) is not None else key(func, args)  # it asks higher-order ones alone
+    return func if key is None or schema_of(func) is not None else key(func, args)  # for higher-order operators only
 
 
 # -- profilers --------------------------------------------------------------------------------------------------------
 
-#: Returns whether a profiler of torch runs. Each pack and unpack asks, so it is not a Python function.
+#: Returns whether a profiler of torch runs. Called in each pack and unpack, so not a Python function.
 profiler_is_on: Callable[[], bool] = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 
 

@@ -1,4 +1,4 @@
-"""What calls: operators, the modes that see them, and the modules that run."""
+"""Operators, the modes that see them, and the calls of modules."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ without_torch_function: Callable[[], AbstractContextManager[object]] = torch.Dis
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
-#: Returns that mode of the calling thread, the outermost at 0.
+#: Returns a mode of the calling thread by its index, the outermost at 0.
 mode_at: Callable[[int], TorchDispatchMode] = torch._C._get_dispatch_stack_at
 
 
 def is_tracing() -> bool:
     """Returns whether the calling thread's operators are traced, so that tensors may stand for others or have no bytes.
 
-    Tracers know values by the very tensors that operators returned, and not by other aliases of them.
+    Tracers identify values by the tensor objects that operators returned, not by aliases.
     """
     return any(mode_at(number).is_infra_mode() for number in range(dispatch_modes()))
 
@@ -52,10 +52,10 @@ def without_caller_modes() -> AbstractContextManager[object]:
 
     Torch's CUDA sanitizer stays active, and so do modes with a true attribute ``sees_offloading``.
 
-    [Note: who sees the library] A mode that counts, traces or replaces operators is about the *program*'s computation,
-    of which the library is no part. The sanitizer is about the order in which *streams* access memory. The library's
-    streams, events and allocations are reported to it whatever modes are off; without the accesses in between it could
-    find no race of a copy with the program's kernels.
+    [Note: modes and the library] A mode that counts, traces or replaces operators concerns the *program*'s computation,
+    not the library's. The sanitizer checks the order in which *streams* access memory. The library's streams, events
+    and allocations are reported to it even with modes off; without the accesses in between, it would miss a race of a
+    copy with the program's kernels.
     """
     modes = [mode_at(number) for number in range(dispatch_modes())]
     checker = sanitizer() if modes else None
@@ -83,16 +83,16 @@ def set_over(
 def _only(seeing: list[TorchDispatchMode]) -> Iterator[None]:
     enter, leave = cast(Any, TorchDispatchMode.__enter__), cast(Any, TorchDispatchMode.__exit__)
     with without_torch_function(), _disable_current_modes(), ExitStack() as stack:
-        for mode in seeing:  # by the base class: their own `__enter__` may begin another count, or the like
+        for mode in seeing:  # by the base class, because a mode's own `__enter__` may begin another count
             enter(mode)
             stack.callback(leave, mode, None, None, None)
         yield
 
 
 def dispatch_of(mode: Any) -> Any:
-    """Returns the ``__torch_dispatch__`` of a class of modes for a class derived from it to call.
+    """Returns the ``__torch_dispatch__`` of a class of modes for a derived class to call.
 
-    torch wraps that of each class in a call of Dynamo's, which costs about as much as an operator; once is enough.
+    torch wraps the method of each class in a call of Dynamo, which costs about as much as an operator; once is enough.
     """
     found = mode.__torch_dispatch__
     return found.__wrapped__ if getattr(found, "__code__", None) is _NO_DYNAMO.__code__ else found
@@ -108,19 +108,19 @@ def schema_of(target: object) -> Any:
     return getattr(target, "_schema", None)
 
 
-#: The attentions of CUDA, and the one of which parts are operators of their own.
+#: The attention operators of CUDA, and the one whose parts are separate operators.
 flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
 attention_in_parts: Any = torch.ops.aten._scaled_dot_product_attention_math
 
-#: Defines operators: those of a namespace (``"DEF"``), or more of one that is defined elsewhere (``"FRAGMENT"``).
+#: Defines the operators of a namespace (``"DEF"``), or adds operators to one (``"FRAGMENT"``).
 library: Callable[[str, str], Any] = torch.library.Library  # which has no types
 
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
 def _as_another(function: Any) -> Any:
-    """Returns a function that does the same as the one that Dynamo knows, and is another object."""
+    """Returns a copy of the function if Dynamo compares its identity."""
     known = getattr(sys.modules.get("torch._dynamo.utils"), "unpatched_nn_module_call", None)
     if function is not known or not isinstance(function, FunctionType):
         return function
@@ -128,8 +128,8 @@ def _as_another(function: Any) -> Any:
     return functools.update_wrapper(FunctionType(code, names, None, function.__defaults__, cells), function)
 
 
-#: Has Dynamo look at the replaced calls of modules. It goes straight to the forward of a module that has no hooks, if
-#: ``nn.Module.__call__`` is the function that it knows.
+#: Makes Dynamo trace replaced calls of modules. If ``nn.Module.__call__`` is torch's function, Dynamo goes straight to
+#: the forward of a module without hooks.
 replaced_calls_in_graphs = Patch(nn.Module, "__call__", _as_another)
 
 

@@ -24,7 +24,7 @@ class HostRegistration(NamedTuple):
 def host_registration() -> HostRegistration | None:
     """Returns the calls that pin memory not allocated by torch; ``None`` if this torch or this machine has none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    # Devices of other makers have CUDA's call, or none.
+    # Other vendors' modules have CUDA's call, or none.
     cudart = None if accelerator is None else getattr(torch.get_device_module(accelerator), "cudart", None)
     if cudart is None:
         return None
@@ -72,7 +72,7 @@ def stream_is_capturing(stream: torch.Stream) -> bool:
 def graph_kind() -> type[Any] | None:
     """Returns the class of graphs for the accelerator of this process; ``None`` if this torch has none.
 
-    It is ``torch.accelerator.Graph`` from 2.13 on if the backend has registered one (CUDA has not, to 2.13), else
+    ``torch.accelerator.Graph`` from 2.13 on if the backend has registered it (up to 2.13 CUDA has not), else
     ``torch.cuda.CUDAGraph``.
     """
     kind: Any = getattr(torch.accelerator, "Graph", None)
@@ -88,13 +88,13 @@ def new_graph(keep: bool) -> Any:
     kind = graph_kind()
     assert kind is not None
     graph = kind(keep_graph=keep)
-    if keep and graph_memory_pool() is None:  # on CUDA that is a mode of the process, in which graphs leak
+    if keep and graph_memory_pool() is None:  # on CUDA, a mode of the process in which graphs leak
         graph.enable_debug_mode()
     return graph
 
 
 def graph_memory_pool() -> tuple[int, int] | None:
-    """Returns a handle of memory that graphs share, for CUDA; other backends name it when a capture begins."""
+    """Returns a new handle for device memory that CUDA graphs share; other backends name one when a capture begins."""
     accelerator = torch.accelerator.current_accelerator()
     return torch.cuda.graph_pool_handle() if accelerator is not None and accelerator.type == "cuda" else None
 
@@ -111,9 +111,9 @@ def begin_graph(graph: Any, memory: tuple[int, int] | None, mode: str) -> None:
 def forget_workspaces() -> None:
     """Frees cuBLAS's workspaces: torch has one for each stream and thread of CUDA, and a graph keeps its address.
 
-    If the first product of a capture finds no workspace, the graph has one of its own; if none is left behind the
-    capture, no product of eager code or of another graph uses it. In 2.13 a graph that goes takes the workspace of its
-    stream along, whichever graphs use it (pytorch#193402).
+    Called before a capture, so that the graph gets its own workspace, and after it, so that neither eager code nor
+    another graph uses that one. In 2.13, freeing a graph frees the workspace of its stream, whichever graphs use it
+    (pytorch#193402).
     """
     clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:  # in builds for CUDA
@@ -121,10 +121,10 @@ def forget_workspaces() -> None:
 
 
 def release_failed_graph(graph: Any, index: int, memory: tuple[int, int] | None, *, ended: bool) -> None:
-    """Gives back the memory of a graph whose capture has failed, at its end if ``ended``, else at its beginning.
+    """Frees the memory of a graph whose capture has failed, at its end if ``ended``, else at its beginning.
 
-    Up to 2.13 torch keeps the device memory of such a graph on CUDA for good (pytorch#180395, #190308). In 2.11 the
-    allocator and the generator go on as if the capture were under way (pytorch#171263), and the generator refuses to
+    Up to 2.13 torch never frees the device memory of such a graph on CUDA (pytorch#180395, #190308). In 2.11 the
+    allocator and the generator continue as if the capture were active (pytorch#171263), and the generator refuses to
     draw in eager code. Builds for ROCm were fixed without a new version.
     """
     graph.reset()
@@ -132,7 +132,7 @@ def release_failed_graph(graph: Any, index: int, memory: tuple[int, int] | None,
     if memory is None or torch.version.hip is not None or release > (2, 13):
         return
     with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(index, memory)  # raises where the allocator knows that the capture is over
+        torch._C._cuda_endAllocateToPool(index, memory)  # raises if the allocator has ended the capture
         ended = True
     if ended:
         with suppress(RuntimeError):
@@ -148,7 +148,7 @@ _never_ended: list[Any] = []
 
 
 def _end_capture_of_generator(index: int) -> None:
-    """Captures a graph of one kernel, after which the generator of a device does not take a capture to be under way."""
+    """Captures a graph of one kernel, which ends the state of capture in the generator of a device."""
     graph, of_cuda = torch.cuda.CUDAGraph(), cast(Any, torch.cuda)
     with suppress(RuntimeError), torch.cuda.stream(of_cuda.Stream(index)):
         cell = torch.empty(1, device=torch.device("cuda", index))
@@ -160,9 +160,8 @@ def _end_capture_of_generator(index: int) -> None:
 
 @contextmanager
 def overriding_stale_streams() -> Iterator[None]:
-    """Makes a captured backward run on the stream of the capture, although a node, such as that of a parameter, was
-    made on another stream earlier: to wait for that stream would invalidate the capture (pytorch#180090).
-    """
+    """Runs a captured backward on the stream of the capture even for nodes made earlier on another stream (such as
+    those of parameters): waiting for that stream would invalidate the capture (pytorch#180090)."""
     if not hasattr(torch._C, "_set_override_stale_capture_stream"):
         yield
         return

@@ -1,4 +1,4 @@
-"""Models that are sharded or wrapped, and the results of collectives."""
+"""Sharded and wrapped models, and the results of collectives."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class ShardedGroup(NamedTuple):
     """Parameters that ``fully_shard`` gathers together."""
 
     modules: tuple[nn.Module, ...]
-    """Those that were sharded in one call."""
+    """The modules sharded in one call."""
     parameters: tuple[Tensor, ...]
     """The shards."""
     sizes: tuple[torch.Size, ...]
-    """Those of the gathered parameters on one device."""
+    """The sizes of the gathered parameters on one device."""
     specs: tuple[Any, ...]
-    """How tensor parallelism divides each gathered parameter: see ``spec_of``; ``None``: not at all."""
+    """The spec of each gathered parameter under tensor parallelism: see ``spec_of``; ``None`` without."""
     shards: int
-    """Devices that have a part of each."""
+    """The number of devices over which each parameter is sharded."""
     frees: bool
     """Whether the gathered parameters are freed between forward and backward."""
     policy: Any
@@ -42,7 +42,7 @@ def spec_of(tensor: Tensor) -> Any:
 
 
 def distributed(local: Tensor, spec: Any) -> Tensor:
-    """Returns a ``DTensor`` with that ``spec`` of which this rank has ``local``."""
+    """Returns a ``DTensor`` with ``spec`` from the part ``local`` of this rank."""
     kind: Any = if_imported("torch.distributed.tensor", "DTensor")
     made: Tensor = kind.from_local(
         local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
@@ -51,8 +51,8 @@ def distributed(local: Tensor, spec: Any) -> Tensor:
 
 
 def rules_of_shapes() -> list[tuple[type, str]]:
-    """Returns the class and the name of the method by which a ``DTensor`` finds out the shape of an operator's result:
-    it runs the operator on tensors of the whole shapes, without bytes."""
+    """Returns the class and the name of the method by which ``DTensor`` finds the shape of a result: it runs the
+    operator on tensors of the whole shapes, without bytes."""
     kind = if_imported("torch.distributed.tensor._sharding_prop", "ShardingPropagator")
     name = "_propagate_tensor_meta_non_cached"
     return [(kind, name)] if hasattr(kind, name) else []
@@ -70,7 +70,7 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     for module in model.modules():
         if is_fully_sharded(module):
             group = cast(Any, module)._get_fsdp_state()._fsdp_param_group
-            if group is not None:  # modules inside have all of its parameters
+            if group is not None:  # None if inner modules hold all parameters
                 groups[id(group)] = group
     return [
         ShardedGroup(
@@ -91,9 +91,9 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
 
 def without_sharding(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     """Returns a bare module of the class that ``module`` had before ``fully_shard``, and the attributes of ``module``
-    without those of ``fully_shard``, its hooks on forward among them."""
+    except those of ``fully_shard`` (e.g. its forward hooks)."""
     kept = dict(vars(module))
-    kept.pop("_compiled_call_impl", None)  # which calls `module`, and a plan runs what it compiles as it is written
+    kept.pop("_compiled_call_impl", None)  # calls `module`; plans run modules uncompiled
     for name, one in kept.items():
         if isinstance(one, OrderedDict):  # hooks, or states of functions such as `fully_shard`
             kept[name] = OrderedDict(
@@ -107,8 +107,8 @@ def without_sharding(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def pipeline_methods() -> list[tuple[type, str, bool]]:
-    """Returns the methods of pipeline schedules that run a step, and those that first find out the shapes of its
-    stages, by running each: the class, the name, and whether it is a step."""
+    """Returns methods of pipeline schedules as class, name and whether it runs a step; the others run each stage to
+    find its shapes."""
     found = []
     for kind, prepare in (
         ("PipelineScheduleSingle", "_initialize_stage"),
@@ -120,8 +120,8 @@ def pipeline_methods() -> list[tuple[type, str, bool]]:
 
 
 def wrapped_modules(model: nn.Module, kind: str) -> list[str]:
-    """Returns the names of the modules in ``model`` with torch's ``CheckpointWrapper``, or with its ``OffloadWrapper``,
-    which moves all their saves to host memory."""
+    """Returns the names of the modules in ``model`` with torch's wrapper ``kind``: ``CheckpointWrapper``, or
+    ``OffloadWrapper``, which moves all saves to host memory."""
     wrapper = if_imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", kind)
     return [name for name, module in model.named_modules() if wrapper is not None and isinstance(module, wrapper)]
 

@@ -142,13 +142,13 @@ def leave_inputs_out_of_peak(lowered: Any, names: Collection[str]) -> None:
 def leave_out_of_cuda_graphs(lowered: Any, reason: str, tell: Callable[[], None]) -> None:
     """Makes Inductor compile and run a graph that it lowers without cudagraphs, whatever its options say.
 
-    The same holds for its backward and for the cache entries of both, which Inductor handles by the reason. Options are
-    read once more for code generation, where with cudagraphs a graph is split at each operator that none may hold, and
-    nodes are reordered for fewer parts.
+    The same holds for its backward and for the cache entries of both, which Inductor handles by the reason. Code
+    generation reads the options again: with cudagraphs it would split the graph at each operator that a CUDA graph
+    cannot contain, and reorder nodes for fewer parts.
 
     Args:
         reason: the reason that Inductor keeps with the compiled graph, and logs.
-        tell: called when the graph is compiled, if cudagraphs were asked for.
+        tell: called when the graph is compiled, if its options enable cudagraphs.
     """
     lowered.disable_cudagraphs_reason = reason
     config = importlib.import_module("torch._inductor.config")
@@ -171,12 +171,13 @@ _HOOK_INLINING = "maybe_inline_graph_saved_tensors_hooks"
 
 
 def on_splits(ours: Callable[[GraphModule, GraphModule, int, Sequence[int]], bool]) -> list[Patch]:
-    """Returns the patch that calls ``ours`` for each forward and backward of AOTAutograd; none if torch has no place.
+    """Returns the patch that calls ``ours`` for each forward and backward of AOTAutograd; none if torch lacks the
+    function.
 
-    ``ours`` is given the two graphs, the number of the user's outputs, and the indices of parameters and buffers among
-    the inputs, as far as this torch tells them. It returns ``False`` to have AOTAutograd trace the hooks as always.
-    That traces one value after another, leaves out values if a graph has effect tokens (it counts them as saved values,
-    and raises ``IndexError``), and needs one name for a value on both sides. ``ours`` edits the graphs themselves.
+    ``ours`` is given the two graphs, the number of user outputs, and the indices of parameters and buffers among the
+    inputs, as far as this torch tells them. It edits the graphs, or returns ``False`` to have AOTAutograd trace the
+    hooks. AOTAutograd's tracing handles each value alone, leaves out values if a graph has effect tokens (it counts the
+    tokens as saved values, and raises ``IndexError``), and needs one name for a value on both sides.
     """
 
     def around(theirs: Callable[..., None]) -> Callable[..., None]:
@@ -201,8 +202,8 @@ def on_splits(ours: Callable[[GraphModule, GraphModule, int, Sequence[int]], boo
 def on_bans_of_hooks(ours: Callable[[], bool]) -> list[Patch]:
     """Makes Dynamo trace a ban on saved-tensor hooks, as of ``torch.func``, although hooks are in force.
 
-    Dynamo imposes the ban while it traces, and again whenever the graph runs. torch refuses a ban over hooks, because
-    they would be called for the saves of a transform. A ban that is not refused keeps them from being called.
+    Dynamo imposes the ban while it traces, and again when the graph runs. torch refuses a ban while hooks are in force,
+    because they would be called for the saves of a transform. Under the ban they are not called.
 
     Args:
         ours: returns whether the hooks in force on the calling thread need not be called.
@@ -228,10 +229,8 @@ def on_bans_of_hooks(ours: Callable[[], bool]) -> list[Patch]:
 
 
 def leave_out_of_precompile(reason: str) -> None:
-    """Keeps the code that this thread is compiling out of Dynamo's ``caching_precompile``.
-
-    Its entries are found by the name and the line of a function, without a guard on hooks.
-    """
+    """Keeps the code that this thread is compiling out of Dynamo's ``caching_precompile``, which finds entries by the
+    name and line of a function, without a guard on hooks."""
     tracer = getattr(if_imported("torch._dynamo.symbolic_convert", "tls"), "current_tx", None)
     bypass = getattr(getattr(tracer, "output", None), "bypass_package", None)
     if bypass is not None:

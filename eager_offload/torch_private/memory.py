@@ -1,4 +1,4 @@
-"""Tensors, storages and nested values: what has memory, what shares it, and who owns it."""
+"""Tensors, storages and nested values: memory, aliases and owners."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from eager_offload.torch_private import if_imported
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether a device, or the CPU, had no memory for a tensor: torch has an error of its own for the former
-    only."""
+    """Returns whether a device or the CPU had no memory for a tensor; torch has its own error for devices only."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
@@ -70,13 +69,13 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """Returns the dictionary ``vars(tensor)`` itself, without a call of a subclass's code."""
+    """Returns ``vars(tensor)``, without a call of a subclass."""
     found: dict[str, Any] = object.__getattribute__(tensor, "__dict__")
     return found
 
 
 def unseen_version(tensor: Tensor) -> int:
-    """Returns the version of a tensor whose subclass is not to see the call."""
+    """Returns the version of a tensor, without a call of a subclass."""
     with _without_torch_function():
         return tensor._version
 
@@ -133,7 +132,7 @@ def flatten_with_names(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
     return [keystr(path) for path, _ in found], [leaf for _, leaf in found], structure
 
 
-#: The inverse: builds the nested values from leaves and structure.
+#: The inverse.
 unflatten = tree_unflatten
 
 
@@ -149,24 +148,23 @@ def tensors_in(values: object) -> list[Tensor]:
 def hint(number: int | torch.SymInt, default: int = 8192) -> int:
     """Returns a number, for a symbol the one seen while tracing: ``int(symbol)`` would make the symbol a constant.
 
-    A size that depends on data (``nonzero``, ``mark_unbacked``) has no such number; ``default`` stands for it, which is
-    large, as in Inductor.
+    For a size that depends on data (``nonzero``, ``mark_unbacked``) returns ``default``, a large size as in Inductor.
     """
     if isinstance(number, int):
         return number
     if number.node.has_hint():
         return int(number.node.hint)
-    expression = getattr(number.node, "expr", None)  # the length of ragged rows is no expression
+    expression = getattr(number.node, "expr", None)  # ragged lengths have no expression
     return default if expression is None else int(expression.xreplace(dict.fromkeys(expression.free_symbols, default)))
 
 
 def fake_mode_of(value: Tensor | None) -> AbstractContextManager[object]:
-    """Returns the mode that makes fake tensors of the kind of ``value``."""
+    """Returns the mode that makes fake tensors like ``value``."""
     return getattr(value, "fake_mode", None) or nullcontext()
 
 
 def span_of(value: Tensor) -> int:
-    """Returns the bytes from the first to the last element of ``value``, as far as is known while nothing runs."""
+    """Returns the bytes from the first to the last element of ``value``, with hints for symbolic sizes."""
     if hint(value.numel()) == 0:
         return 0
     pairs = zip(value.size(), value.stride(), strict=True)
