@@ -22,9 +22,9 @@ class State(Enum):
     """The state of saved bytes between their pack and the end of their last handle."""
 
     WAITING = auto()
-    """The source is held; its copy has not started, and may be queued."""
+    """The source is held; its copy is not due yet."""
     LEAVING = auto()
-    """The copy runs; the source is held."""
+    """The copy is queued or runs; the source is held."""
     AWAY = auto()
     """The bytes are stored in a tier; the source was released."""
     KEPT = auto()
