@@ -212,9 +212,9 @@ def checks_names(cls: _Class) -> _Class:
 def warn(message: str) -> None:
     """Warns at the line of the user's code that led here, skipping frames of this library and of torch.
 
-    Never raises. The warning is left to ``tell`` if it would raise here, where an exception would interrupt a transfer
-    or a compilation (an "error" filter, a failing ``warnings.showwarning``), or if the stack has no line of the user's
-    (a thread of the library).
+    Never raises, since that could interrupt a transfer or a compilation. The warning is left to ``tell`` if it would
+    raise here (an "error" filter, a failing ``warnings.showwarning``), or if the stack has no line of the user's (on a
+    thread of the library).
     """
     _, frame = users_frame()
     if frame.f_globals.get("__name__", "").split(".")[0] in _INNER:
@@ -239,7 +239,7 @@ def warn_once(key: str, message: str | Callable[[], str], said: set[str] = said_
 
 
 def tell() -> None:
-    """Gives the deferred warnings, at a line of the user's where no work can be interrupted.
+    """Gives the deferred warnings, at a line of the user's that interrupts no transfer or compilation.
 
     Raises:
         Warning: a filter makes the warning an error; the warnings after it are given by the next call.
