@@ -261,8 +261,8 @@ class CapturedTransfers(DeviceOffloader):
         number = len(self.log.copies)
         if self._slab is not None and self._slab.log.copies[number : number + 1] != [copied]:
             self._failure = ScheduleMismatchError(
-                f"a step has to do the same in its warm-ups and in the capture, and differs first at copy {number}, of "
-                f"{copied.nbytes:,} bytes. What holds graphs alive until the garbage collector comes cannot be captured"
+                f"a captured step must do the same in every warm-up and in the capture, and differs first at copy "
+                f"{number}, of {copied.nbytes:,} bytes. It must not leave its graphs to the garbage collector"
             )
             raise copy(self._failure)
         self.log.copies.append(copied)
