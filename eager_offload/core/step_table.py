@@ -406,7 +406,7 @@ class KnownTable:
         return sum(nbytes for nbytes, one in zip(step.nbytes, moves, strict=True) if one) / max(sum(step.nbytes), 1)
 
     def size(self, windows: Windows) -> None:
-        """Computes the smallest windows for which nothing waits, at most ``windows``, and the saves that always stay."""
+        """Computes the smallest windows for which nothing waits (at most ``windows``), and the saves to exempt."""
         step = self._timeline()
         window, ahead = windows.sized(step.nbytes)
         self.least, self.in_vain = None, frozenset()
