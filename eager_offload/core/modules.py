@@ -120,7 +120,6 @@ def _call_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _living(call: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Returns ``call`` after removing ended calls from its chain."""
     if not isinstance(call, ModuleCall):
         return call
     call._inner = _living(call._inner)
@@ -142,7 +141,6 @@ def _beneath(compile: Callable[..., None]) -> Callable[..., None]:
     return around
 
 
-#: The calls that are in use.
 _in_place: Living[ModuleCall] = Living()
 #: ``module.compile()`` would discard a replaced call. The patch places the compiled call below it instead.
 _compiling = Patch(nn.Module, "compile", _beneath)
@@ -281,7 +279,6 @@ def _no_call() -> None:
 
 
 def in_no_offload(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Runs a call in ``no_offload``."""
     with no_offload():
         return call(*arguments, **named)
 
@@ -317,7 +314,6 @@ def own_loss(returned: object) -> Any:
 
 
 def _matching(model: nn.Module, field: str, patterns: Iterable[str]) -> list[tuple[nn.Module, frozenset[str]]]:
-    """Returns the modules that patterns select, each with its patterns."""
     modules = modules_by_name(model)
     names = [name for name in modules if name]
     found: dict[int, tuple[nn.Module, frozenset[str]]] = {}

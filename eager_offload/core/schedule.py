@@ -174,7 +174,6 @@ class ResidentQueue:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        #: Bytes of the queued storages.
         self.nbytes = 0
         #: For the thread's current step: bytes of the movable storages, and the ``fourth_largest`` of them.
         self.movable = self.largest = 0
@@ -238,7 +237,6 @@ class ResidentQueue:
             self.final_after = packed_at
 
     def begin_step(self) -> None:
-        """Resets the counts of movable bytes."""
         self.movable = self.largest = 0
         self._most = []
 
@@ -471,7 +469,6 @@ class PrefetchOrder:
                 self._held.pop(use, None)
 
     def arrange(self, uses: StepUses, numbers: Iterable[int]) -> None:
-        """Sets the expected order of a step: see ``StepUses.arrange``."""
         uses.arrange(numbers)
         self._lost = True
         self._misses, self._order_unknown = 0, False
@@ -549,7 +546,6 @@ class PrefetchOrder:
         return is_brought
 
     def _judge(self, use: Use, expected: Use | None) -> None:
-        """Counts hits and misses of the expected order."""
         if expected is None or use is expected or abs(use.rank - expected.rank) <= self.NEAR:
             self._misses = max(self._misses - 1, 0)
         else:

@@ -363,7 +363,6 @@ class KnownTable:
         return differ if is_like and _SAME * len(differ) <= (_SAME - 1) * len(facts) else None
 
     def vary(self, facts: list[Facts], differ: set[int]) -> None:
-        """Replaces the sizes by those of a similar step."""
         self.facts, self._shared = facts, None
         self.varies |= differ
 
@@ -424,7 +423,6 @@ class KnownTable:
         return [number for number, row in enumerate(self.table.rows) if row.fate in _MAY_MOVE]
 
     def _timeline(self) -> Timeline:
-        """Returns the times and sizes of the movable storages."""
         seen, numbers = self.seen, self._movable
         assert seen is not None
         place = {number: at for at, number in enumerate(numbers)}
@@ -460,7 +458,6 @@ class StepScript:
 
     def __init__(self, expected: StepScript | None = None) -> None:
         self.logs: list[StepLog] = []
-        #: For each step, the saves whose storages have left.
         self.moved: list[set[int]] = []
         self._expected = None if expected is None else expected.logs
         self._failure: ScheduleMismatchError | None = None
@@ -600,7 +597,6 @@ class StepTables:
         return fitting
 
     def table_of(self, known: KnownTable) -> StepTable:
-        """Returns the table that a step like ``known`` follows."""
         return known.table if self.controller is None else known.share(self.controller.fraction(known.kind))[0]
 
     def fraction_of(self, known: KnownTable | None) -> float | None:
@@ -694,7 +690,6 @@ class Step:
         #: True once every saved tensor has been unpacked: the next save starts a new step (a single context may span
         #: many). Also set after ``_MOST_SAVES`` saves.
         self.is_over = False
-        #: The call of a pipeline schedule to which it belongs.
         self.phase: object = None
         #: Kept storages by key, for further saves of the same storage.
         self.kept: dict[Hashable, Kept] = {}
@@ -793,7 +788,6 @@ class Step:
             self._tables.missed(known, what)
 
     def _use(self, fitting: list[KnownTable]) -> None:
-        """Follows the first table of ``fitting``."""
         self._fitting = fitting
         self.log.known = known = fitting[0] if fitting else None
         self.table = None if known is None else self._tables.table_of(known)

@@ -49,8 +49,6 @@ class CapturedCopy(NamedTuple):
 
 @dataclass
 class CopyLog:
-    """The copies of one step, in the order in which they were enqueued."""
-
     copies: list[CapturedCopy] = field(default_factory=list)
     #: For each storage that was due to leave, whether a tier had room.
     found: list[bool] = field(default_factory=list)
@@ -140,7 +138,6 @@ class CapturedTransfers(DeviceOffloader):
         super().__init__(stream.device, *arguments, **named)
         self._compute, self._slab = stream, slab
         self.log = CopyLog()
-        #: The event of each copy of a capture.
         self._events: list[Event] = []
         #: While a source is being packed: the event after packing, and the packed tensor's inputs.
         self._packing: tuple[Event, object] | None = None

@@ -299,7 +299,6 @@ class Offloaders:
 
 
 def _new_pool(runtime: Runtime, *, pin_memory: bool) -> Pool:
-    """Returns a pool of host buffers of ``runtime``, limited to the memory that the machine has."""
     allocate = runtime.host_buffer
     more: dict[str, Any] = {}
     if isinstance(runtime, AcceleratorRuntime):

@@ -30,8 +30,6 @@ _MOST = 1 << 16
 
 
 class Copied(NamedTuple):
-    """A copy was enqueued."""
-
     device: torch.device
     #: ``"offload"``, ``"reload"`` or ``"prefetch"``.
     what: str
@@ -44,8 +42,6 @@ class Copied(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """Compute or the host has waited for transfers."""
-
     device: torch.device
     runtime: Runtime
     #: The kind of transfer; empty if a tier grew, or if several transfers had to be over.
@@ -65,14 +61,11 @@ class Waited(NamedTuple):
         return self.runtime.seconds_between(self.before, self.after)
 
     def synchronize(self) -> None:
-        """Makes the host wait until the device has passed the wait."""
         if not isinstance(self.after, float):
             self.runtime.seconds_between(self.before, self.after, synchronize=True)
 
 
 class GraphOffloaded(NamedTuple):
-    """A compiled graph has offloaded bytes."""
-
     record: CountedBytes
     #: At the first offload of a graph, the saves that the graph keeps (see ``stats.kept_by_graph``); else empty.
     region: str
@@ -144,5 +137,4 @@ class TransferLog:
             entries.popleft()
 
     def uncounted(self) -> list[Waited]:
-        """Returns the waits that the stats have not counted yet."""
         return [entry for entry in self.read(Reader(self.counted.position)) if isinstance(entry, Waited)]

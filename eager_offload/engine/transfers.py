@@ -277,7 +277,6 @@ class Transfers:
         return True
 
     def _start_queued(self) -> None:
-        """Gives queued copies to the transfer stream, up to the limits of [Note: queued copies]."""
         if self.is_crashed:
             self._queued.clear()
             self._queued_bytes = 0

@@ -68,8 +68,6 @@ ALIGNMENT = 64
 
 
 class Pollable(Protocol):
-    """An object that handles completed transfers."""
-
     def holds_copies(self) -> bool:
         """Returns whether copies out are queued that no stream has yet."""
 
@@ -116,7 +114,6 @@ class Runtime(abc.ABC):
         self._users: Living[object] = Living()
         self._registers: set[_Register] = set()
         self._ownerless: deque[FinalizerRecord[object]] = deque()
-        #: The measured link of each device: see ``machine.link_of``.
         self.links: dict[torch.device, LinkRates] = {}
 
     @abc.abstractmethod
@@ -268,7 +265,6 @@ class Runtime(abc.ABC):
         """
 
     def enter(self, stream: Stream) -> AbstractContextManager[object]:
-        """Makes ``stream`` current on the calling thread."""
         return nullcontext()
 
     def attach_user(self, user: object) -> None:

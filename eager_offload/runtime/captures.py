@@ -257,7 +257,6 @@ class AcceleratorEvent:
         self.recorded_on = stream
 
     def wait_on(self, stream: torch.Stream) -> None:
-        """Makes later work on ``stream`` wait for this event."""
         # A stream needs no wait for its own events, nor for completed ones.
         if not self._done and stream != self.recorded_on:
             if CAPTURES.under_way and CAPTURES.of(stream) is not None:
@@ -348,8 +347,6 @@ class _EventRecord(FinalizerRecord[AcceleratorEvent]):
 
 
 class _Kind:
-    """torch's events of one device, either timed or plain ones."""
-
     __slots__ = ("free", "in_use")
 
     def __init__(self) -> None:

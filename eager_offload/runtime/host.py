@@ -79,7 +79,6 @@ class HostRuntime(Runtime):
         self._out.runs_dry = partial(_poll, self._polled, holding_copies=True)
         self._out.pauses = partial(_poll, self._polled)
         self._process = psutil.Process()
-        #: The last known resident bytes of the process.
         self._rss = 0
         #: The most resident bytes seen in this step, and the process's peak before it.
         self._seen, self._most_before = 0, most_resident()
@@ -106,7 +105,6 @@ class HostRuntime(Runtime):
         self._seen, self._most_before = 0, most_resident()
 
     def release_freed(self, setting: bool | str) -> None:
-        """Begins to return freed memory to the system; ``setting`` as in ``OffloadConfig.release_freed_memory``."""
         with suppress(psutil.Error, OSError):
             trim.begin(setting, self._resident)
 
@@ -251,7 +249,6 @@ _runtime_lock = ForkSafeLock()
 
 
 def host_runtime() -> HostRuntime:
-    """Returns the process's runtime of the CPU device."""
     global _runtime
     with _runtime_lock.lock:
         if _runtime is None:

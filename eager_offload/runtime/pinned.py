@@ -38,7 +38,7 @@ from eager_offload.torch_private.captures import host_registration
 
 #: The largest slab that several requests share if sizes are exact, in bytes.
 _SHARED_BYTES = 64 << 20
-#: Some drivers refuse to register more bytes at once.
+#: Bytes; some drivers refuse larger registrations.
 _MOST_REGISTERED = 32 << 30
 #: ``cudaHostRegisterPortable``: pinned for every device of the process.
 _PORTABLE = 1
@@ -76,7 +76,6 @@ class PinnedMemory:
 
     @property
     def sizes(self) -> SlabSizes:
-        """The sizes of slabs that a pool should request."""
         return ExactSizes(_SHARED_BYTES) if self._can_register() else PowersOfTwo()
 
     def allocate(self, nbytes: int) -> Tensor:

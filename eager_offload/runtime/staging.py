@@ -275,7 +275,6 @@ class Staging:
         part.event.landed = landed
 
     def close(self) -> None:
-        """Lets the threads finish their work and end, and frees the staging memory."""
         self._writer.close()
         self._reader.close()
         self._out.close()

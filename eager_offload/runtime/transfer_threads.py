@@ -219,7 +219,6 @@ class TransferThread:
             return
 
     def after_fork(self) -> None:
-        """Fails all operations in a forked child, in which the thread does not exist."""
         items = list(self.items)
         self._reset()
         for event in items:
