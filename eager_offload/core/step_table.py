@@ -127,10 +127,12 @@ class StepTable:
 
     @cached_property
     def movable_bytes(self) -> int:
+        """Bytes of the storages that move or could move."""
         return sum([row.storage_nbytes for row in self.rows if row.fate in _MAY_MOVE])
 
     @property
     def moved_bytes(self) -> int:
+        """Bytes of the storages that move."""
         return sum(row.storage_nbytes for row in self.rows if row.fate is _MOVE)
 
     def __str__(self) -> str:
