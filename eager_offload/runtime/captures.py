@@ -209,7 +209,7 @@ class AcceleratorCaptures:
             captures.forget_workspaces()
 
     def _drop(self, capture: Capture) -> None:
-        # No further capture may use this memory: until 2.12, torch's allocator of pinned memory takes it for the
+        # No further capture may use this memory: up to 2.12, torch's allocator of pinned memory takes it for the
         # memory of an active capture, and refuses to share it.
         captures.release_failed_graph(capture.graph, capture.stream.device_index, capture.memory, ended=True)
         capture.memory = None
