@@ -23,7 +23,7 @@ def _cases() -> Iterator[object]:
         if (cell.place is Place.VIRTUAL) == _ON_DEVICE:
             marks = [] if cell in chosen else [pytest.mark.long]
             if cell.way is Way.INDUCTOR and marks:
-                marks.append(pytest.mark.sampled(3, of="the matrix by Inductor"))  # a compiler of C++ for each kernel
+                marks.append(pytest.mark.sampled(5, of="the matrix by Inductor"))  # a compiler of C++ for each kernel
             elif not marks:
                 marks.append(pytest.mark.sampled(2, quick=True, of="the quick matrix"))
             yield pytest.param(cell, str(cell.place), id=str(cell), marks=marks)

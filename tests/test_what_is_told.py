@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import eager_offload as eo
 from tests.hazards.backends import DiskBackend
 from tests.processes import printed_by, python
+from tests.texts import PAGE, texts
 from tests.threads import collect
 
 MOVES = {"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0}
@@ -258,3 +259,7 @@ assert torch.autograd._engine_run_backward is own
 
 def test_other_errors_have_none_and_backwards_are_torchs_own_again() -> None:
     printed_by("-c", ALONE)
+
+
+def test_every_text_is_on_the_page_of_texts() -> None:
+    assert PAGE.read_text() == texts(), "python -m tests.texts writes the page anew: read what has changed"

@@ -395,9 +395,8 @@ class PolicySearch:
         self._parts = [cache(partial(self._simulator.part, problem=one)) for one in problems]
         # A budget may be too small for the least window, and half of it still keep the link busy.
         half = windows[0] // 2 if len(windows) > 1 else 0
-        self._halved = [cache(partial(self._simulator.part, problem=replace(problem, window=half, ahead=half)))] * (
-            half > 0
-        )
+        halved = [replace(problem, window=half, ahead=half)] if half else []
+        self._halved = [cache(partial(self._simulator.part, problem=one)) for one in halved]
         #: What was tried to keep to budgets.
         self.tried: list[Candidate] = []
 
@@ -462,7 +461,7 @@ class PolicySearch:
 
     @cached_property
     def _eighths(self) -> list[Candidate]:
-        return [part(eighth) for part in self._parts for eighth in _EIGHTHS]
+        return [part(eighth) for part in (*self._halved, *self._parts) for eighth in _EIGHTHS]
 
     def share(self, fraction: float) -> Candidate:
         """Returns what comes of moving that part of the bytes, in the first windows."""

@@ -205,7 +205,7 @@ def test_the_step_of_a_level_is_what_a_trace_of_the_model_with_its_checkpoints_f
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_training_by_each_level_has_the_bits_of_plain_training(name: str, disk: DiskBackend) -> None:
+def test_training_by_each_level_has_the_bits_of_plain_training(name: str, users_backend: Backend) -> None:
     model, x, recording, found = recorded(name)
 
     def step(offload: Any = None) -> list[Tensor]:
@@ -214,7 +214,7 @@ def test_training_by_each_level_has_the_bits_of_plain_training(name: str, disk: 
 
     expected = step()
     for mixture in tried(found):
-        offload = disk.offload()
+        offload = users_backend.offload()
         with checkpointed(model, kept_by(recording, mixture), verify=True) as checks:
             for _ in range(2):
                 assert_identical(expected, step(offload))

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,20 @@ def test_a_budget_is_held_by_the_least_movement(everything_fits: eo.Plan) -> Non
 
 
 @pytest.mark.long
+def test_half_of_the_automatic_window_keeps_a_budget_that_all_of_it_does_not() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(24))).to("meta")
+    plan = partial(eo.plan, model, torch.empty(8192, 512, device="meta"), device=slow(memory_bytes=1 << 36))
+    everything_fits = plan(config={})
+    window = everything_fits.windows[0]
+    whole = plan(config={"max_inflight_bytes": window, "prefetch_bytes": window})
+    assert everything_fits.least_budget < whole.least_budget - window // 4
+    within = plan(config={}, device_budget=everything_fits.least_budget)
+    assert within.fits
+    assert within.moved_bytes > 0
+    assert within.config.max_inflight_bytes == within.config.prefetch_bytes == window // 2
+    assert plan(config={}, policy="max").config.max_inflight_bytes == window, "no budget asks for less"
+
+
 def test_relief_is_the_least_larger_budget_with_which_compute_waits_little() -> None:
     device = slow(out=1e7, back=1e7)
 

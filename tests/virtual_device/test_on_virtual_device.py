@@ -29,6 +29,7 @@ LONG = {
     "the whole device": ["-m", "not short", HERE],
     "the whole matrix": ["tests/test_matrix.py"],
     "hazards": ["-m", "not long", "-k", "virtual", *HAZARDS],
+    "levels": ["-k", "each_level", "tests/planning/test_levels.py"],
     "scenarios": ["-m", "gpu", "tests/gpu", "tests/observe/test_doctor.py"],
 }
 
