@@ -1,4 +1,4 @@
-"""The exceptions that the library raises on purpose, the texts of those for mistyped names, and its warnings."""
+"""The library's exceptions, the errors for mistyped names, and its warnings."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any, TypeVar
 
 _Class = TypeVar("_Class", bound=type[Any])
 
-#: Packages whose frames a warning is never attributed to.
+#: Packages to which no warning is attributed.
 _INNER = {"eager_offload", "torch", "contextlib", "functools", "threading"}
-#: The warning of a forked process that computes gradients where its parent offloads.
+#: The warning of a forked process that computes gradients while its parent offloads.
 FORKED = (
     "this process was forked {where}: it trains without offload there, with the same gradients. To offload in a "
     "process, do that in the process itself"
 )
-#: Warnings of the process that could not be given where they arose.
+#: Warnings to give later, at the user's next line: see ``warn``.
 _deferred: deque[str] = deque()
-#: The keys of ``warn_once`` for warnings of which the process needs one.
+#: The keys of warnings that are given once per process.
 said_in_process: set[str] = set()
 
 
@@ -46,7 +46,7 @@ class CapacityError(OffloadError):
 
 
 class PlanError(OffloadError):
-    """A model cannot be planned without running it, because its control flow depends on numbers computed in the step.
+    """A model that cannot be planned without running it: its control flow depends on numbers computed in the step.
 
     The text names the module and the operator.
     """
@@ -56,7 +56,7 @@ class TransferError(OffloadError):
     """Bytes could not be moved.
 
     Attributes:
-        errno: the operating system's error number, or ``None`` where there is none.
+        errno: the operating system's error number, or ``None``.
         tier: ``"host"`` or ``"disk"``.
         nbytes: the size of the transfer that failed, in bytes.
     """
@@ -73,14 +73,13 @@ class TransferError(OffloadError):
 
 
 class CorruptionError(OffloadError):
-    """The bytes that came back from a tier differ from those written to it: a checksum does not match."""
+    """The bytes read back from a tier differ from the bytes written: a checksum does not match."""
 
 
 class SavedTensorModifiedError(OffloadError):
-    """A saved tensor was changed in place between the forward that saved it and its backward.
+    """A saved tensor was modified in place between the forward that saved it and its backward.
 
-    Raised where autograd itself raises when no hooks are installed; installing any saved-tensor
-    hook switches autograd's own check off, so this library repeats it.
+    Saved-tensor hooks switch off autograd's own check, so this library repeats the check in the same places.
     """
 
 
@@ -89,26 +88,26 @@ class GraphError(OffloadError):
 
 
 class NoAcceleratorError(GraphError):
-    """There is nothing to capture: no accelerator, or one for which this torch has no graphs."""
+    """There is no accelerator to capture on, or this torch has no graphs for it."""
 
 
 class CaptureStateError(GraphError):
-    """The call is not allowed in a capture, or only in one: to begin another, to make the host wait, to launch.
+    """The call is not allowed during a capture (e.g. a wait of the host), or is allowed only then.
 
-    The capture is as valid as before the call.
+    The capture stays valid.
     """
 
 
 class CaptureInvalidatedError(GraphError):
-    """An earlier call that the driver does not permit in a capture has invalidated it."""
+    """An earlier call, which the driver does not permit in a capture, has invalidated it."""
 
 
 class UnjoinedStreamError(GraphError):
-    """A stream came into the capture by waiting for an event of it, and the capture ended without waiting for it."""
+    """A stream joined the capture by waiting for one of its events, and the capture ended without waiting for it."""
 
 
 class StaleEventError(GraphError):
-    """An event recorded in a capture is a part of that graph, and has no meaning outside."""
+    """An event recorded in a capture is part of that graph, and cannot be used outside."""
 
 
 class PoolSealedError(GraphError):
@@ -116,13 +115,13 @@ class PoolSealedError(GraphError):
 
 
 class PoolInUseError(GraphError):
-    """Live graphs, or a capture that is under way, need the memory of the pool."""
+    """Living graphs, or an active capture, need the memory of the pool."""
 
 
 class HostAllocationUnderCaptureError(GraphError):
-    """Host memory for a device cannot be allocated during a capture: to pin it would invalidate the capture.
+    """Host memory for a device cannot be allocated during a capture: pinning would invalidate the capture.
 
-    The text has the requested bytes, and the bytes that the pool has left.
+    The text has the requested bytes, and the bytes left in the pool.
     """
 
 
@@ -143,12 +142,12 @@ class CapabilityError(OffloadError):
 
 
 def lacks_descriptor(error: OSError) -> bool:
-    """Returns whether a call failed for want of a free file descriptor, which the process may have a moment later."""
+    """Returns whether a call failed because no file descriptor was free, which may be temporary."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def captured(what: str) -> CaptureStateError:
-    """Returns the error for a call, named by the clause ``what``, that cannot be a part of the graph being captured."""
+    """Returns the error for a call that cannot be captured; ``what`` is the beginning of the sentence."""
     return CaptureStateError(
         f"{what} while the current stream of the accelerator is being captured into a graph. A replay does not repeat "
         "what the host does for a transfer, and its events would invalidate the capture. Leave the capture out of "
@@ -157,7 +156,7 @@ def captured(what: str) -> CaptureStateError:
 
 
 def reentered() -> OffloadError:
-    """Returns the error for a call of the library that interrupts another one on the same thread."""
+    """Returns the error for a call that interrupts another call of the library on the same thread."""
     return OffloadError(
         "this was called in the midst of a call of eager_offload on the same thread, where nothing can be begun: by a "
         "signal handler, a __del__, a callback of the garbage collector or a warnings.showwarning of yours. Nothing "
@@ -166,22 +165,19 @@ def reentered() -> OffloadError:
     )
 
 
-# -- mistyped names: each error has the nearest accepted name, then all of them --------------------------------------
-
-
 def briefly(value: object) -> str:
-    """Returns the ``repr`` of a value for an error; the type alone where that is not one short line, as of a model."""
+    """Returns the ``repr`` of a value for an error, or only its type if the ``repr`` is long (e.g. of a model)."""
     text = repr(value)
     is_short = isinstance(value, str) or (len(text) <= 200 and "\n" not in text)
     return text if is_short else f"<{type(value).__name__}>"
 
 
 def unknown_name(what: str, name: object, known: Sequence[str], others: str = "") -> ConfigError:
-    """Returns the error for a name that is not in ``known``.
+    """Returns the error for a name that is not in ``known``, with the nearest name and then all.
 
     Args:
-        what: the kind and the name, as in ``"field 'min_byts'"``.
-        others: values that are accepted beside ``known``, as the end of the sentence.
+        what: the kind and the name (e.g. ``"field 'min_byts'"``).
+        others: further accepted values, as the end of the sentence.
     """
     by_letters = {one.lower(): one for one in known}
     near = difflib.get_close_matches(str(name).lower(), by_letters, 1)
@@ -190,7 +186,7 @@ def unknown_name(what: str, name: object, known: Sequence[str], others: str = ""
 
 
 def check_names(given: Iterable[object], known: Sequence[str]) -> None:
-    """Raises ``ConfigError`` if a name of a field is not in ``known``."""
+    """Raises ``ConfigError`` if a field's name is not in ``known``."""
     for name in given:
         if name not in known:
             raise unknown_name(f"field {name!r}", name, known)
@@ -213,15 +209,12 @@ def checks_names(cls: _Class) -> _Class:
     return cls
 
 
-# -- warnings --------------------------------------------------------------------------------------------------------
-
-
 def warn(message: str) -> None:
-    """Warns at the user's line that led here, past the frames of this library and of torch.
+    """Warns at the line of the user's code that led here, skipping frames of this library and of torch.
 
-    Never raises. ``tell`` warns later, if the user's filters turn the warning into an error or their
-    ``warnings.showwarning`` fails: here that would interrupt a transfer, a compilation or other hooks. Likewise if no
-    line of the user's led here, as on a thread of the library's own.
+    Never raises, since that could interrupt a transfer or a compilation. The warning is left to ``tell`` if it would
+    raise here (an "error" filter, a failing ``warnings.showwarning``), or if the stack has no line of the user's (on a
+    thread of the library).
     """
     _, frame = users_frame()
     if frame.f_globals.get("__name__", "").split(".")[0] in _INNER:
@@ -234,11 +227,11 @@ def warn(message: str) -> None:
 
 
 def warn_once(key: str, message: str | Callable[[], str], said: set[str] = said_in_process) -> None:
-    """Warns as ``warn`` does, unless a warning of ``key`` was given before.
+    """Warns as ``warn`` does, once for each ``key``.
 
     Args:
-        message: the text, or a function that writes it.
-        said: the keys of earlier warnings: those of an ``Offload``, or by default those of the process.
+        message: the text, or a function that returns it.
+        said: the keys of earlier warnings, of an ``Offload`` or (by default) of the process.
     """
     if key not in said:
         said.add(key)
@@ -246,15 +239,15 @@ def warn_once(key: str, message: str | Callable[[], str], said: set[str] = said_
 
 
 def tell() -> None:
-    """Gives the warnings that could not be given where they arose, at a line of the user's where nothing is under way.
+    """Gives the deferred warnings, at a line of the user's that interrupts no transfer or compilation.
 
     Raises:
-        Warning: the first of them that is still an error; the others wait for the next such line.
+        Warning: a filter makes the warning an error; the warnings after it are given by the next call.
     """
     while _deferred:
         try:
             message = _deferred.popleft()
-        except IndexError:  # another thread was faster
+        except IndexError:  # another thread took it
             return
         _warn(message)
 
@@ -265,7 +258,7 @@ def _warn(message: str) -> None:
 
 
 def users_frame() -> tuple[int, FrameType]:
-    """Returns the frame of the user's line that led here, and its level for the caller."""
+    """Returns the frame of the user's line that led here, and its ``stacklevel`` for the caller."""
     level, frame = 0, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INNER:
         level, frame = level + 1, frame.f_back

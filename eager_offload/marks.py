@@ -1,13 +1,13 @@
 """Regions in which nothing moves, and marks on single storages.
 
 [Note: traced marks]
-A traced tensor has no bytes, but it has a storage, and the values of a graph that share memory share one. So a mark in
-compiled code is an operator that acts while it is traced: it marks the storage that stands for the tensor, where the
-pass that chooses the offloads of the graph finds it. When the graph runs, the operator does nothing. A region is an
-annotation, which tracers write on every node made inside, and on its backward.
+A traced tensor has no bytes, but it has a storage, which the values of a graph that share memory share. So a mark in
+compiled code is an operator that acts while it is traced: it marks the traced storage, and the pass that chooses the
+graph's offloads finds the mark there. When the graph runs, the operator does nothing. A region is an annotation, which
+tracers write on every node inside and on the node's backward.
 
-The on-disk caches of compilers find a graph by its operators, and not by annotations. So one operator stands where a
-region begins, and one where it ends. Both decompose into nothing when the graph is traced further.
+The on-disk caches of compilers identify a graph by its operators, without annotations. So an operator marks the begin
+of a region, and one its end. Both decompose into nothing when the graph is traced further.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ T = TypeVar("T", bound=Tensor)
 
 
 class Mark(Enum):
-    """The mark of a user on one storage."""
+    """A user's mark on one storage."""
 
     KEEP = "keep"
     PREFER = "prefer"
 
 
 class _Marked(FinalizerRecord[torch.UntypedStorage]):
-    """A weak reference to a storage, with its mark. The address under which it is found may belong to another by
-    now."""
+    """A weak reference to a storage, with its mark. By now the address may belong to another storage."""
 
     __slots__ = ("address", "mark")
     address: int
@@ -53,32 +52,32 @@ class _Marked(FinalizerRecord[torch.UntypedStorage]):
 
 
 class _Inside(threading.local):
-    #: How many; those of generators need not nest.
+    #: Open regions; those of generators need not nest.
     keeps = 0
-    #: How many calls of modules that ``only`` names.
+    #: Running calls of modules that ``only`` selects.
     opens = 0
 
     def has_to_stay(self, is_limited: bool) -> bool:
-        """Whether what is saved here stays; ``is_limited``: so does what is outside of the modules of ``only``."""
+        """Returns whether saves stay here; ``is_limited``: ``only`` is set, so saves outside its modules stay."""
         return self.keeps > 0 or (is_limited and not self.opens)
 
 
 #: The key in the ``meta["custom"]`` of a node that was traced inside a region.
 REGION_NOTE = "eager_offload_keeps"
-#: Likewise of a node that was traced in the call of a module that ``only`` names.
+#: Likewise for a node that was traced in a call of a module that ``only`` selects.
 ONLY_NOTE = "eager_offload_opens"
-#: A region as a user writes it.
+#: The call that makes a region, for error texts.
 _WRITTEN = "eager_offload.no_offload()"
 
 inside = _Inside()
-# No lock: each is changed by single operations, which no other thread can interrupt.
-#: The marks by address, with those of storages that have gone since ``_forget_gone``.
+# No lock: each is changed only by operations that are atomic in Python.
+#: The marks by address, including those of storages that have died since the last ``_forget_gone``.
 standing: dict[int, _Marked] = {}
 _gone: deque[_Marked] = deque()
 
 
 class Region(ContextDecorator):
-    """A region of eager code, for the saves of the calling thread while it is open."""
+    """A region of eager code: keeps the saves of the calling thread while it is open."""
 
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():
@@ -101,16 +100,16 @@ class Region(ContextDecorator):
         return super().__call__(func)
 
     def _recreate_cm(self) -> Region:
-        # Called for each call of a decorated function, which may be a traced one.
+        # `ContextDecorator` calls this for each call of a decorated function, which may be traced.
         return no_offload()
 
 
 def no_offload() -> Region:
-    """Keeps everything saved inside on the device, counted with the reason ``region``.
+    """Keeps everything that is saved inside on the device, counted with the reason ``region``.
 
-    A context manager, and a decorator of functions that have run when they return; for the thread that enters it; may
-    be nested. It may stand inside compiled code, where it breaks no graph. Around a call of compiled code it changes
-    nothing, since the graph was made before, and a warning says so.
+    A context manager for the calling thread, which may be nested, and a decorator of plain functions (no generators or
+    coroutines). Inside compiled code it breaks no graph. Around a call of compiled code it has no effect, since the
+    graph was made before, and a warning says so.
 
         with eager_offload.no_offload():
             x = block(x)
@@ -122,7 +121,7 @@ def no_offload() -> Region:
 
 @contextmanager
 def moving() -> Iterator[None]:
-    """Lets what is saved inside move where ``only`` has the rest stay; for the calling thread."""
+    """Lets saves of the calling thread move although ``only`` keeps the others."""
     if torch.compiler.is_compiling():
         with _traced_region(ONLY_NOTE):
             yield
@@ -137,30 +136,29 @@ def moving() -> Iterator[None]:
 def keep(tensor: T) -> T:
     """Marks the storage of ``tensor`` to stay on its device, and returns ``tensor``.
 
-    The mark holds for every view of the storage until its copy has started; a later mark changes nothing. In compiled
-    code, where it breaks no graph, it holds for all of the graph. A mark on a wrapper (a ``DTensor``) marks the tensors
-    inside it.
+    The mark applies to every view of the storage. It has no effect once the copy has started. In compiled code it
+    applies to the whole graph, and breaks no graph. A mark on a wrapper (e.g. a ``DTensor``) marks the tensors inside.
 
     Raises:
-        OffloadError: ``tensor`` is not a tensor, or has no storage of its own (a sparse one, for instance).
+        OffloadError: ``tensor`` is not a tensor, or has no storage of its own (e.g. a sparse tensor).
     """
     return _mark(tensor, Mark.KEEP)
 
 
 def prefer_offload(tensor: T) -> T:
-    """Marks the storage of ``tensor`` to leave its device although it is small or new, and returns ``tensor``.
+    """Marks the storage of ``tensor`` to leave its device even if it is small or new, and returns ``tensor``.
 
-    The mark holds until the copy has started. Parameters and layouts that cannot move stay. A mark on a wrapper (a
-    ``DTensor``) marks the tensors inside it.
+    The mark ends when the copy starts. Parameters and layouts that cannot move stay. A mark on a wrapper (e.g. a
+    ``DTensor``) marks the tensors inside.
 
     Raises:
-        OffloadError: ``tensor`` has no storage of its own (a sparse one, for instance).
+        OffloadError: ``tensor`` is not a tensor, or has no storage of its own (e.g. a sparse tensor).
     """
     return _mark(tensor, Mark.PREFER)
 
 
 def mark_of(storage: torch.UntypedStorage) -> Mark | None:
-    """Returns the mark on ``storage``. Need not be called while ``standing`` is empty, as it mostly is."""
+    """Returns the mark on ``storage``. Callers may skip the call while ``standing`` is empty, as it usually is."""
     if _gone:
         _forget_gone()
     marked = standing.get(storage_key(storage))
@@ -168,7 +166,7 @@ def mark_of(storage: torch.UntypedStorage) -> Mark | None:
 
 
 def clear_mark(storage: torch.UntypedStorage) -> None:
-    """Ends a mark: the storage's copy has started."""
+    """Removes the mark of a storage whose copy has started."""
     standing.pop(storage_key(storage), None)
 
 
@@ -176,9 +174,9 @@ def _forget_gone() -> None:
     while _gone:
         try:
             gone = _gone.popleft()
-        except IndexError:  # another thread was faster
+        except IndexError:  # another thread took it
             return
-        if standing.get(gone.address) is gone:  # else the address has a new owner, or the mark has ended
+        if standing.get(gone.address) is gone:  # else the address has a new owner, or the mark was removed
             standing.pop(gone.address, None)
 
 
@@ -211,7 +209,7 @@ def _mark_storage(tensor: Tensor, mark: Mark) -> None:
     standing[marked.address] = marked
 
 
-# -- see [Note: traced marks] -----------------------------------------------------------------------------------------
+# See [Note: traced marks].
 
 _library = library("eager_offload", "FRAGMENT")
 _library.define("mark(Tensor tensor, str mark) -> ()")
@@ -234,7 +232,7 @@ def _traced_region(note: str) -> Iterator[None]:
         region_operator("ends")
 
 
-# Tracers see the body of a composite operator in place of the operator.
+# Composite: tracers see the body instead of the operator.
 _library.impl("region", lambda border: None, "CompositeImplicitAutograd")
 _library.impl("mark", lambda tensor, mark: None, "CompositeExplicitAutograd")
 register_fake("eager_offload::mark", lambda tensor, mark: _mark_storage(tensor, Mark(mark)), lib=_library)

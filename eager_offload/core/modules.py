@@ -1,23 +1,21 @@
-"""Functions around the calls of modules, and the modules that patterns name.
+"""Replaces the calls of modules that patterns select, so that they run in a context.
 
-What those of ``skip`` save stays, and where ``only`` is given what all others save.
+Saves in calls of modules of ``skip`` stay; if ``only`` is set, all other saves stay except in calls of its modules.
+Modules are matched when they are called; calls of modules inside are included.
 
-A module is matched when it is called. Its saves are those made in its call, also in the calls of modules inside it.
-
-[Note: Not by forward hooks] A forward hook registered with ``always_call=True`` is not called after a
-``KeyboardInterrupt``: saved-tensor hooks would stay installed in a notebook whose cell was stopped. The attribute with
-which ``module.compile()`` replaces a module's call allows a plain ``with``, and its value stands outside of the code of
-a compiled module, so that no graph breaks.
+[Note: why not forward hooks] After a ``KeyboardInterrupt`` not even forward hooks with ``always_call=True`` are called:
+in a notebook, stopping a cell would leave saved-tensor hooks installed. The attribute by which ``module.compile()``
+replaces a module's call allows a plain ``with``. Its value is not part of a compiled module's code, so no graph breaks.
 
 [Note: copies of modules whose call is replaced]
-A copy has its own call. ``nn.Module`` leaves the attribute out of copies and pickles; classes that copy their
-attributes by themselves do not: ``DistributedDataParallel``, recurrent layers, parametrized modules. So a copy or a
-pickle of a ``ModuleCall`` is ``None``, the value of a module whose call is not replaced. If attributes are copied as
-they are, the copy has the ``ModuleCall`` of the original, which looks for the module that it is called for.
+A copy has its own call. ``nn.Module`` leaves the attribute out of copies and pickles, but classes that copy their
+attributes themselves do not (``DistributedDataParallel``, recurrent layers, parametrized modules). So a ``ModuleCall``
+is copied and pickled as ``None``, which means that the call is not replaced. If the attributes are copied by reference,
+the copy has the ``ModuleCall`` of the original, which checks on which module it is called.
 
 [Note: models that are written down]
-``torch.export`` and ``torch.jit.trace`` call the module and write down what runs: they get the call inside of ours.
-``torch.jit.script`` reads the attributes of a module and not its call; ``set_module_call`` has it pass over this one.
+``torch.export`` and ``torch.jit.trace`` call the module and record the operators: they get the inner call.
+``torch.jit.script`` reads a module's attributes; ``set_module_call`` hides this one.
 """
 
 from __future__ import annotations
@@ -46,25 +44,25 @@ from eager_offload.torch_private.calls import (
 )
 from eager_offload.torch_private.inductor import compiler_is_loaded
 
-#: Is given the inner call, the positional arguments and the named ones; returns the result of the call.
+#: Called with the inner call and its positional and keyword arguments; returns the call's result.
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class ModuleCall:
-    """The call of a module, while it has users."""
+    """The replaced call of a module, until its last user ends it."""
 
     def __init__(self, module: nn.Module, around: Around, inner: Callable[..., Any] | None) -> None:
-        self._module, self._inner = weakref.ref(module), inner  # a strong reference would be a cycle
+        self._module, self._inner = weakref.ref(module), inner  # weak, because the module holds this call
         self._around: Around | None = around
         self._users = 0
-        #: Whether the module has been called; calls that a compiler has traced are not seen.
+        #: Whether the module has been called, except in code that a compiler traced.
         self.has_run = False
 
     @classmethod
     def begin(cls, module: nn.Module, around: Around, *, in_regions: bool = False) -> ModuleCall:
-        """Puts ``around`` around the calls of ``module`` from now on, once for all users of the same ``around``.
+        """Wraps the calls of ``module`` in ``around``, once for all users of the same ``around``.
 
-        With ``in_regions`` it stands inside of the regions of ``skip`` and ``only``, whichever begins first.
+        With ``in_regions`` the call is placed inside those of ``skip`` and ``only``, in whichever order they begin.
         """
         outer, call = None, _call_of(module)
         while in_regions and isinstance(call, cls) and call._around in _AROUND.values():
@@ -81,7 +79,7 @@ class ModuleCall:
         return call
 
     def end(self) -> None:
-        """Ends one use. After the last one, calls go as before, even if another has put its own around them since."""
+        """Ends one use. After the last one the original call is restored, even below later replacements of others."""
         self._users -= 1
         if self._users > 0:
             return
@@ -95,13 +93,13 @@ class ModuleCall:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         module, is_written_down = self._module(), torch.compiler.is_exporting()
-        if not torch.compiler.is_dynamo_compiling():  # a call that Dynamo traces has no frames to look at
+        if not torch.compiler.is_dynamo_compiling():  # Dynamo's frames do not show the caller
             called = module_called_by(self)
             if called is not None and called is not module:
                 return own_call(called)(*arguments, **named)
             self.has_run = True
             is_written_down = is_written_down or is_jit_tracing()
-        assert module is not None  # it is being called
+        assert module is not None  # alive, because it is being called
         call, around = self._inner or own_call(module), self._around
         return call(*arguments, **named) if around is None or is_written_down else around(call, arguments, named)
 
@@ -110,19 +108,18 @@ class ModuleCall:
 
 
 def show_to_compilers() -> None:
-    """Has graphs that are traced from now on contain the calls that are in place."""
+    """Makes graphs that are traced from now on contain the replaced calls."""
     if _in_place and compiler_is_loaded():
         replaced_calls_in_graphs.put_on()
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Returns the replaced call of ``module``, without calls that are over or belong to the original of a copy."""
+    """Returns the replaced call of ``module``, skipping calls that have ended or belong to the original of a copy."""
     call = _living(module_call(module))
     return None if isinstance(call, ModuleCall) and call._module() is not module else call
 
 
 def _living(call: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Returns ``call`` without the calls in its chain that are over."""
     if not isinstance(call, ModuleCall):
         return call
     call._inner = _living(call._inner)
@@ -144,13 +141,12 @@ def _beneath(compile: Callable[..., None]) -> Callable[..., None]:
     return around
 
 
-#: The calls that stand around those of modules.
 _in_place: Living[ModuleCall] = Living()
-#: ``module.compile()`` replaces the call of a module: what it makes goes beneath ours, which would be gone otherwise.
+#: ``module.compile()`` would discard a replaced call. The patch places the compiled call below it instead.
 _compiling = Patch(nn.Module, "compile", _beneath)
 
 
-#: Classes of modules that wrap another one, and the attribute that holds it.
+#: Classes of modules that wrap another module, and the attribute that holds it.
 _WRAPPERS = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
@@ -164,11 +160,11 @@ INNER_MODULES = frozenset(_WRAPPERS.values())
 
 
 class _Matched:
-    """One module that patterns name. Refers to it and to its call weakly: it holds the call, and a compiled call it."""
+    """One module that patterns select. Refers weakly to the module and its call, which hold each other."""
 
     def __init__(self, module: nn.Module, field: str, patterns: frozenset[str]) -> None:
         self.module = weakref.ref(module)
-        #: The patterns that name the module, and the field that has them.
+        #: The patterns that select the module, and their field.
         self.field, self.patterns = field, patterns
         self.call: Callable[[], ModuleCall | None] = _no_call
 
@@ -184,24 +180,23 @@ class _Matched:
 
 
 class MatchedModules:
-    """The modules of ``skip``, whose calls run in a region of ``no_offload``, and those of ``only``, for one
-    ``Offload``.
+    """The modules that ``skip`` and ``only`` of one ``Offload`` select.
 
     [Note: copies of matched modules]
-    A copy or a pickle of a module has nothing of the library. So the copy of an ``Offload`` learns its modules from the
-    original: a copy has the same ones, and a deep copy those of their copies that were made before it. If they were
-    not, or it was pickled, it has none, and needs a call of ``skip_in``.
+    A copied or pickled module has no state of the library. A copied ``Offload`` takes its modules from the original: a
+    shallow copy has the same modules, a deep copy has the copies that were made of them earlier. If there are none, or
+    after a pickle, the copy has no modules and needs a call of ``skip_in``.
     """
 
     def __init__(self) -> None:
         self._matched: list[_Matched] = []
-        #: Whether those of a copy have yet to begin.
+        #: Whether this is a copy whose calls are not replaced yet.
         self._is_copy = False
-        #: The names of modules of several models, if there may be several.
+        #: The names of modules of all models, if there may be several models.
         self._names: dict[str, None] | None = None
 
     def copy(self, memo: Mapping[int, Any] | None = None) -> MatchedModules:
-        """Returns a copy for a copied ``Offload``; ``memo``: of a deep copy."""
+        """Returns a copy for a copied ``Offload``; ``memo``: the memo of a deep copy."""
         copied = MatchedModules()
         copied._is_copy = True
         for one, module in self._alive():
@@ -213,36 +208,36 @@ class MatchedModules:
         return copied
 
     def add(self, model: nn.Module, patterns: Mapping[str, Sequence[str]]) -> None:
-        """Runs the calls of matching modules in a region from now on, beside those that do already.
+        """Replaces the calls of matching modules, in addition to those replaced already.
 
         Args:
             model: the model, wrapped or not.
-            patterns: for each field, patterns of names as ``model.named_modules()`` gives them, without the parts that
-                wrappers add; ``*`` stands for any text, dots included, ``?`` and ``[...]`` as in :mod:`fnmatch`.
+            patterns: for each field, patterns of names as in ``model.named_modules()``, without the parts that wrappers
+                add; ``*`` matches any text, including dots, ``?`` and ``[...]`` work as in :mod:`fnmatch`.
 
         Raises:
-            ConfigError: a pattern matches no module; the text lists near names.
+            ConfigError: a pattern matches no module; the text lists similar names.
         """
         found = [(field, *one) for field, own in patterns.items() for one in _matching(model, field, own)]
-        alive = [] if self._is_copy else self._alive()  # what is copied alone may be given another model
+        alive = [] if self._is_copy else self._alive()  # a copied `Offload` alone may be given another model
         self._matched, self._is_copy = [one for one, _ in alive], False
         known = {(one.field, id(module)): one for one, module in alive}
         for field, module, naming in found:
             if (one := known.get((field, id(module)))) is None:
                 self._matched.append(one := _Matched(module, field, naming))
-            elif not naming <= one.patterns:  # a module of several models
+            elif not naming <= one.patterns:  # a module that several models share
                 one.end()
                 one.patterns |= naming
             one.begin()
 
     def add_one_of_several(self, model: nn.Module, patterns: Mapping[str, Sequence[str]]) -> None:
-        """Does what ``add`` does, with those of ``patterns`` that match in ``model``."""
+        """Does the same as ``add``, for those of ``patterns`` that match in ``model``."""
         names = dict.fromkeys(name for name in modules_by_name(model) if name)
         self._names = {**(self._names or {}), **names}
         self.add(model, {field: [one for one in own if _any_matches(one, names)] for field, own in patterns.items()})
 
     def unmatched(self, patterns: Mapping[str, Sequence[str]]) -> list[ConfigError]:
-        """Returns an error for each of ``patterns`` that matches in none of several models; none before the first."""
+        """Returns an error for each pattern that matches in none of several models; none before the first model."""
         names = self._names
         if names is None:
             return []
@@ -250,7 +245,7 @@ class MatchedModules:
         return [_no_match(*one, list(names), "any model that was called") for one in missing]
 
     def begin(self) -> bool:
-        """Begins with the modules of a copy. Returns whether a model was added."""
+        """Replaces the calls of a copy's modules. Returns whether a model was added."""
         if self._is_copy:
             self._is_copy = False
             for one in self._matched:
@@ -258,7 +253,7 @@ class MatchedModules:
         return bool(self._matched) or self._names is not None
 
     def without_calls(self) -> dict[str, list[str]]:
-        """Returns, by field, the patterns of which no module has been called yet."""
+        """Returns, by field, the patterns whose modules have not been called yet."""
         named, called = set[tuple[str, str]](), set[tuple[str, str]]()
         for one, _ in self._alive():
             own = {(one.field, pattern) for pattern in one.patterns}
@@ -271,7 +266,6 @@ class MatchedModules:
         return missing
 
     def end(self) -> None:
-        """Restores the calls of the modules."""
         matched, self._matched, self._names = self._matched, [], None
         for one in matched:
             one.end()
@@ -285,7 +279,6 @@ def _no_call() -> None:
 
 
 def in_no_offload(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Has what a call saves stay."""
     with no_offload():
         return call(*arguments, **named)
 
@@ -295,19 +288,19 @@ def _moving(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping
         return call(*arguments, **named)
 
 
-#: What calls of the modules that a field names run in.
+#: The wrapper for calls of each field's modules.
 _AROUND: dict[str, Around] = {"skip": in_no_offload, "only": _moving}
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules of ``model`` by name, without wrappers and the parts that they add to names."""
+    """Returns the modules of ``model`` by name, without wrappers and the parts that wrappers add to names."""
     inside: dict[str, tuple[nn.Module, str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         parent, _, attribute = name.rpartition(".")
         plain = ""
         if name:
             outer, plain = inside.get(parent, (model, parent))
-            # By their names, so that nothing has to be imported.
+            # Compared by name, so that no wrapper's package has to be imported.
             classes = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(outer).__mro__)
             if attribute != next((_WRAPPERS[one] for one in classes if one in _WRAPPERS), None):
                 plain = f"{plain}.{attribute}" if plain else attribute
@@ -316,12 +309,11 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def own_loss(returned: object) -> Any:
-    """Returns the ``loss`` in what a model returns; ``None`` without one."""
+    """Returns the ``loss`` entry or attribute of a model's result, or ``None``."""
     return returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
 
 
 def _matching(model: nn.Module, field: str, patterns: Iterable[str]) -> list[tuple[nn.Module, frozenset[str]]]:
-    """Returns the modules that patterns name, each with its patterns."""
     modules = modules_by_name(model)
     names = [name for name in modules if name]
     found: dict[int, tuple[nn.Module, frozenset[str]]] = {}

@@ -1,34 +1,39 @@
-"""What is known of a step before it runs: the table of a step like it, in which each of its saves is looked up.
+"""Step tables: the saves of earlier training steps, used to predict the next step.
 
-Numbers only, like ``core/schedule.py``: saves are counted from 0 in each step, sizes are bytes, times are seconds.
+Numbers only, as in ``core/schedule.py``: saves are counted from 0 in each step, sizes are bytes, times are seconds.
 
-    Step         one forward of one thread on one device, and its backward: logs what it saves and asks for, and looks
-                 each save up while they are those of a table
-    StepLog      what it leaves behind when its graph is gone
-    StepTable    what follows from that for the next one: what becomes of each save, and in which order backward asks
-    StepTables   those of one device: which one a step is looked up in, and when one is forgotten
+    Step         one forward of one thread on one device, with its backward: logs saves and unpacks, and matches them
+                 against a table
+    StepLog      the log of one step, which remains when the step's graph has died
+    StepTable    the decision for each save, and the order of unpacks, derived from a log
+    StepTables   the tables of one device: selects, updates and evicts them
 
 [Note: a table is a hint]
-A step whose saves are as a table has them, one after the other, is told what became of each. At the first one that
-differs it is looked up in another table that has had all of it so far, and where there is none the step goes on as an
-unknown one: what it saved until then has the same handles, and is in the same queue. At the first unpack out of order
-the rest is expected in the reverse of packing. Selection, sharing, sequence numbers and versions are asked in any step.
-So a table that does not fit costs time and changes no bit.
+A step follows a table while its saves match the table's rows. At the first mismatch it switches to another table with
+the same prefix; if there is none, it continues as an unknown step, with its handles and queue unchanged. After the
+first out-of-order unpack, reverse order of saves is assumed. Whether a tensor may move, shares a storage, is final or
+was modified is checked in every step. So a wrong table costs time, and changes no bit.
 
 [Note: sizes that vary]
-Where a router sends other tokens to each expert, some sizes differ in every step. A step that has the saves of a table,
-and at least an eighth of their sizes, is one more of its kind if as many such tables as are remembered have come one
-time each: few sizes that take turns have tables of their own. Those saves vary from then on. A step whose save varies
-is told nothing of that one, and goes on in the table. With a controller each size is a kind of its own.
+Some sizes may differ in every step (e.g. of experts to which a router sends other tokens). Then each step would get a
+table of its own, and no table would be used twice. To prevent that:
 
-[Note: what a step teaches]
-    MOVE     it was asked for no sooner than it could have been away and back: it leaves as soon as it is final
-    STAY     it was asked for sooner: it stays as long as it is among the newest bytes. All of a step stays that saves
-             hardly more than what may stay in any case
-    REST     by the device's own times it was asked for before it could have been away: it stays in any case
-    KEEP     its original was still alive when it was asked for, so that to move it frees nothing
-    SHARE    its bytes are an earlier save's, which waits for the last save of its storage
-Where there is a budget, or only what the link hides moves, ``core/budget.py`` says what moves: ``KnownTable.share``.
+1. Two steps are similar if they have equally many saves, which differ only in sizes, and at least an eighth of the
+   sizes are equal.
+2. If the tables are full of similar tables that were seen once each, the next similar step updates the latest table,
+   and the saves that differ are marked as varying. (A few sizes that alternate keep a table each.)
+3. A step whose varying save has another size gets no decision for that save, and continues in the table.
+
+With a controller each combination of sizes has a table, because it has a fraction of its own.
+
+[Note: choosing a fate]
+    MOVE     backward needed it after a round trip would have finished: the copy starts as soon as the bytes are final
+    STAY     backward needed it sooner: it stays while it is among the newest bytes. If a step saves hardly more than
+             may stay anyway, all of it stays
+    REST     by the device's timing backward needed it before a copy could finish: it always stays
+    KEEP     the program still referenced its storage at unpack, so moving it would free nothing
+    SHARE    its bytes belong to an earlier save, which waits for the last save of its storage
+With a budget, or if only hidden copies are allowed, ``core/budget.py`` chooses instead: see ``KnownTable.share``.
 """
 
 from __future__ import annotations
@@ -50,71 +55,71 @@ from eager_offload.errors import ScheduleMismatchError
 from eager_offload.stats import Accounts, KeepReason, Stage
 from eager_offload.tiers.forking import FinalizerRecord
 
-#: How many tables are remembered: the forwards of one step may differ, of a generator and a discriminator say.
+#: Most tables that are kept: the forwards of one step may differ (e.g. of a generator and a discriminator).
 _MOST_TABLES = 8
-#: The same where a controller goes by them: an unknown step moves everything.
+#: Likewise with a controller, for which an unknown step is costly: it moves everything.
 _MOST_CONTROLLED = 64
-#: So many steps in a row that differ from a table, and it is forgotten.
+#: A table is dropped after so many mismatching steps in a row.
 _MOST_MISSES = 3
-#: After how many steps that are alike the next one is looked up, where the config says "auto".
+#: With ``step_tables="auto"`` a step follows a table after so many matching steps.
 _ALIKE = 3
-#: What the program kept alive is taken in one step of so many, to see whether it still does.
+#: Every 16th step moves the kept storages too, to check whether the program still references them.
 _LOOK_AGAIN = 16
-#: So many steps after they were timed, two of a kind are timed again.
+#: The number of steps after which a table's steps are timed again.
 _TIME_AGAIN = 64
-#: Of a step of the kind of a table, one save in so many has the same size at least.
+#: Similar steps have equal sizes in one of so many saves: see [Note: sizes that vary].
 _SAME = 8
-#: Saves of one step: a context that is never left, with a graph that is never whole, would fill the memory.
+#: Most saves of one step: a context that is never left, with a graph that is never used up, would fill the memory.
 _MOST_SAVES = 1 << 16
 
 
 class Fate(StrEnum):
-    """What becomes of a saved tensor."""
+    """The decision on a saved tensor: see [Note: choosing a fate]."""
 
     KEEP = "keep"
-    """It stays where it is, for a reason."""
+    """It stays, for a reason."""
     SHARE = "share"
-    """Its storage is that of an earlier save, and goes with that."""
+    """It shares the storage of an earlier save."""
     MOVE = "move"
     """It leaves as soon as it is final."""
     STAY = "stay"
-    """It could leave, and stays as long as it is among the newest bytes."""
+    """It could leave, but stays while it is among the newest bytes."""
     REST = "rest"
-    """It could leave, and stays whatever else there is: backward asks for it before a copy could be over."""
+    """It could leave, but always stays: backward needs it before a copy could finish."""
 
 
-# To ask the class for its member takes longer than to compare.
+# Aliases, because an attribute of the class costs more than the comparison.
 _KEEP, _SHARE, _MOVE, _STAY, _REST = Fate
 _MAY_MOVE = _MOVE, _STAY, _REST
 
-#: Of a save what a step is compared by: the fields of a ``Row`` up to ``owner``, in that order.
+#: The fields by which saves are compared: those of ``Row`` up to ``owner``, in that order.
 Facts: TypeAlias = tuple[int, int, bool, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One saved tensor of a step, of those that may move."""
+    """One saved tensor of a step that may move."""
 
     nbytes: int
     """Bytes of the tensor as saved."""
     storage_nbytes: int
-    """Bytes that move with it: of its storage, or of the part of that which it takes."""
+    """Bytes that move with it: its storage, or the part of the storage that it spans."""
     requires_grad: bool
     owner: int
-    """The save that has brought its storage in, its own number for that one; -1 where that was of an earlier step."""
+    """Index of the first save of the same storage (its own if it is the first); -1 if an earlier step saved it."""
     fate: Fate
     reason: KeepReason | None = None
-    """Why it is kept."""
+    """The reason to keep it."""
     last_save: int = -1
-    """The last save of its storage before backward; -1 where it is saved once."""
+    """The last save of its storage before backward; -1 if it is saved once."""
 
 
 @dataclass(frozen=True)
 class StepTable:
-    """What a step saves that may move, and in which order it asks for that; ``print`` shows it as a table.
+    """The saves of a step that may move, and the order in which backward unpacks them. ``print`` shows a table.
 
-    ``rows`` are in the order of packing. ``order`` has their numbers in the order of unpacking; what is asked for
-    again, as by a backward in two halves, is there twice.
+    ``rows`` are in the order of packing. ``order`` has the indices of rows in the order of unpacking, twice if a tensor
+    is unpacked again (e.g. by a backward in two halves).
     """
 
     rows: tuple[Row, ...]
@@ -122,12 +127,12 @@ class StepTable:
 
     @cached_property
     def movable_bytes(self) -> int:
-        """Bytes of the storages that leave, or could and stay."""
+        """Bytes of the storages that move or could move."""
         return sum([row.storage_nbytes for row in self.rows if row.fate in _MAY_MOVE])
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of the storages that leave as soon as they are final."""
+        """Bytes of the storages that move."""
         return sum(row.storage_nbytes for row in self.rows if row.fate is _MOVE)
 
     def __str__(self) -> str:
@@ -148,7 +153,7 @@ class StepTable:
 
 
 def _shown(number: int, row: Row) -> tuple[str, str, str]:
-    """A row as it is printed: alike for saves that are alike."""
+    """Returns the printed columns of a row; equal for consecutive rows that are alike."""
     what = row.fate.value if row.reason is None else f"{row.fate.value} ({row.reason.value})"
     if row.fate is _SHARE and row.owner >= 0:
         what += f" {number - row.owner} back"
@@ -157,7 +162,7 @@ def _shown(number: int, row: Row) -> tuple[str, str, str]:
 
 
 class StepLog:
-    """What one step has saved and asked for; lists are by number of save."""
+    """The saves and unpacks of one step; lists are indexed by save."""
 
     __slots__ = (
         "ahead",
@@ -177,43 +182,42 @@ class StepLog:
 
     def __init__(self) -> None:
         self.facts: list[Facts] = []
-        #: When each was packed, and the bytes that were on their way out before it.
+        #: The time of each save, and the bytes in flight before it.
         self.packed_at: list[float] = []
         self.ahead: list[int] = []
-        #: How many there were when the first one was asked for.
+        #: The number of saves before the first unpack.
         self.before_backward = 0
-        #: The saves as they were asked for, and when each was for the first time.
+        #: The unpacked saves in order, and the time of each save's first unpack.
         self.unpacks: list[int] = []
         self.unpacked_at: dict[int, float] = {}
-        #: Those whose storage was alive when it was asked for, or was not looked at, since it was before.
+        #: Saves whose storage the program still referenced at unpack (checked now, or known from an earlier step).
         self.alive: set[int] = set()
         #: The table that it was like, from its first save to its last ask; ``None`` where it was like none.
         self.known: KnownTable | None = None
-        #: The table that it has taught, once its graph is gone.
+        #: The table that was made from this log.
         self.derived: KnownTable | None = None
-        #: The fraction that a controller has set for it; ``None`` where it turned out to be like no table.
+        #: The fraction that a controller set for the step; ``None`` if the step matched no table.
         self.fraction: float | None = None
-        #: Whether a table began with its first save.
         self.is_known = False
-        #: Movable bytes that stayed because of that.
+        #: Movable bytes that stayed because of the table.
         self.kept = 0
-        #: Whether further steps may be like it.
+        #: Whether a table may be made from this log.
         self.teaches = True
 
     @property
     def kind(self) -> KnownTable | None:
-        """The table of its kind; that which it has taught, once its graph is gone."""
+        """The table made from this log, or the one that the step followed if none was made yet."""
         return self.known if self.derived is None else self.derived
 
     def times(
         self, saved: Mapping[int, float], asked: Mapping[int, float], link: Link | None, windows: Windows
     ) -> Times:
-        """Returns when the storages could leave and were asked for, of a step of which something was.
+        """Returns the times of storages for a step with at least one unpack.
 
         Args:
-            saved, asked: by its number, when a save was made and asked for first, in seconds.
-            link: ``None`` where nothing has been moved that could tell, as in a step of which a graph is captured: then
-                all saves and asks follow each other in one second.
+            saved, asked: the time of each save and of its first unpack, by number, in seconds.
+            link: ``None`` if no transfer was timed (e.g. in a captured step): saves and unpacks are then assumed to
+                follow each other once a second.
         """
         if link is None:
             saved = {number: float(number) for number in range(len(self.facts))}
@@ -242,14 +246,14 @@ class StepLog:
         """Returns the table for a step like this one.
 
         Args:
-            link: ``None`` where nothing has been moved that could tell.
-            before: the table of an earlier step with the same saves; rows that stay as they are come from it.
-            in_vain: saves whose storages rest.
+            link: ``None`` if no transfer was timed.
+            before: the table of an earlier step with the same saves, whose unchanged rows are reused.
+            in_vain: saves that always stay (REST).
         """
         known = () if before is None else before.rows
         owners = [facts[3] for facts in self.facts]
         last_saves = {owner: number for number, owner in enumerate(owners[: self.before_backward])}
-        first_asked = {owners[number]: seconds for number, seconds in reversed(self.unpacked_at.items())}
+        first_unpacked = {owners[number]: seconds for number, seconds in reversed(self.unpacked_at.items())}
         rows = []
         for number, facts in enumerate(self.facts):
             reason, last = None, last_saves.get(number, number)
@@ -262,10 +266,10 @@ class StepLog:
             elif link is None:
                 fate = _STAY
             else:
-                # Until it could be away and back, behind those that were on their way out.
-                travels = (self.ahead[number] + facts[1]) / link.out + facts[1] / link.back
-                rested = first_asked.get(number, math.inf) - self.packed_at[number]
-                fate = _MOVE if rested >= travels else _STAY
+                # The copy out, behind the bytes in flight, and the copy back.
+                round_trip = (self.ahead[number] + facts[1]) / link.out + facts[1] / link.back
+                unused = first_unpacked.get(number, math.inf) - self.packed_at[number]
+                fate = _MOVE if unused >= round_trip else _STAY
             last_save = last if last > number else -1
             row = known[number] if known else None
             if row is None or (row.nbytes, row.storage_nbytes, row.fate, row.reason, row.last_save) != (
@@ -279,32 +283,31 @@ class StepLog:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What travels in a second; bytes, each way."""
+    """The bandwidth of each direction, in bytes per second."""
 
     out: float
     back: float
 
 
 class Times(NamedTuple):
-    """When the storages of a step were saved and asked for, and how fast they travelled; in seconds."""
+    """The times of a step's storages, in seconds, and the bandwidth; storages are named by their first save."""
 
     final: Mapping[int, float]
-    """By the save that has brought a storage in, when its last save was followed by one that brought another in."""
+    """When each storage was final: when the next storage was saved after its last save."""
     asked: Mapping[int, float]
-    """By the save that has brought a storage in, in the order in which they were asked for, when that was first."""
+    """When each storage was first unpacked, in the order of unpacking."""
     turn: float
     """When backward began."""
     seconds: float
-    """From the first save to the last ask."""
     link: Link
     window: int
-    """Bytes that may be on their way out."""
+    """Most bytes in flight."""
     ahead: int
-    """Bytes that may be brought back early."""
+    """Most bytes prefetched."""
 
 
 class KnownTable:
-    """A table, and how the steps were that were looked up in it."""
+    """A table, with the history of the steps that followed it."""
 
     __slots__ = (
         "_shared",
@@ -327,15 +330,15 @@ class KnownTable:
         self.facts = facts
         #: Saves whose sizes differ from step to step: see [Note: sizes that vary].
         self.varies: set[int] = set()
-        #: How many steps were like it, and how many of the last ones in a row differed.
+        #: The number of steps that matched, and of the latest steps in a row that did not.
         self.times = self.misses = 0
-        #: The state of its kind, for a controller.
+        #: The state of a controller for steps like this.
         self.kind = StepClass()
-        #: Of the second step like it: the first one may have met kernels and memory that were not there yet.
+        #: The times of the second step, since the first may have compiled kernels and allocated memory.
         self.seen: Times | None = None
-        #: The first step of it that the device was asked for the times of, until there is a second one.
+        #: The first of two steps that are timed on the device.
         self.timed: Times | None = None
-        #: By those two: whether there were and after how many steps, the least windows, the saves whose storages rest.
+        #: From two timed steps: the number of steps until then, the smallest windows, and the saves that always stay.
         self.is_timed, self._timed_after = False, 0
         self.least: tuple[int, int] | None = None
         self.in_vain: frozenset[int] = frozenset()
@@ -344,18 +347,17 @@ class KnownTable:
         self.take(table)
 
     def take(self, table: StepTable, seen: Times | None = None) -> None:
-        """``table`` comes in place of its own, for the same saves, and ``seen`` if it has seen no two steps."""
+        """Replaces the table by ``table``, for the same saves, and the times if there were fewer than two steps."""
         if self.times < 2:
             self.seen = seen
         if self.times < 2 or self.table.rows != table.rows:
             self._shared = None
         self.table = table
-        #: The saves in the order in which they are asked for the first time.
+        #: The saves in the order of their first unpacks.
         self.order = tuple(dict.fromkeys(table.order))
 
     def others(self, facts: list[Facts]) -> set[int] | None:
-        """Returns the saves of a step with those ``facts`` that have other sizes; ``None`` where it is of another
-        kind."""
+        """Returns the saves whose sizes differ in a step with those ``facts``; ``None`` if the step is not similar."""
         if len(facts) != len(self.facts):
             return None
         differ = {number for number, one in enumerate(facts) if one != self.facts[number]}
@@ -363,19 +365,18 @@ class KnownTable:
         return differ if is_like and _SAME * len(differ) <= (_SAME - 1) * len(facts) else None
 
     def vary(self, facts: list[Facts], differ: set[int]) -> None:
-        """Takes the sizes of one more step in place of its own."""
         self.facts, self._shared = facts, None
         self.varies |= differ
 
     def has(self, number: int, facts: Facts) -> bool:
-        """Returns whether save ``number`` is as the table has it, or is one that varies."""
+        """Returns whether save ``number`` matches the table, exactly or as a varying save."""
         if number == len(self.facts):
             return False
         own = self.facts[number]
         return own == facts or (number in self.varies and own[2:] == facts[2:])
 
     def share(self, fraction: float) -> tuple[StepTable, int]:
-        """Returns the table in which that part of its movable bytes moves, and the bytes that stay by it."""
+        """Returns the table in which that fraction of the movable bytes moves, and the bytes that stay."""
         if self._shared is None or self._shared[0] != fraction:
             rows, kept = list(self.table.rows), 0
             for number, one in zip(self._movable, share(self._timeline(), fraction), strict=True):
@@ -386,10 +387,7 @@ class KnownTable:
         return self._shared[1:]
 
     def time(self, times: Times) -> bool:
-        """Takes in when the device has come to what a step like it does; returns whether two steps have told that.
-
-        The quicker one counts.
-        """
+        """Adds the device's times of a step; returns whether there are two, the faster of which is used."""
         if self.timed is None:
             self.timed = times
             return False
@@ -399,17 +397,17 @@ class KnownTable:
 
     @property
     def is_due(self) -> bool:
-        """Whether the device is to be asked for times, again now and then: the steps before may have been slow ones."""
+        """Whether to time the next steps on the device; repeated, because the timed steps may have been slow."""
         return not self.is_timed or self.times - self._timed_after >= _TIME_AGAIN
 
     def hidden_part(self) -> float:
-        """Returns the part of the movable bytes that the link hides."""
+        """Returns the fraction of the movable bytes whose copies the link hides."""
         step = self._timeline()
         moves = hidden(step)
         return sum(nbytes for nbytes, one in zip(step.nbytes, moves, strict=True) if one) / max(sum(step.nbytes), 1)
 
     def size(self, windows: Windows) -> None:
-        """Has the steps like it go by the least windows, if there are any; those of its bytes are the most."""
+        """Computes the smallest windows for which nothing waits (at most ``windows``), and the saves to exempt."""
         step = self._timeline()
         window, ahead = windows.sized(step.nbytes)
         self.least, self.in_vain = None, frozenset()
@@ -427,7 +425,6 @@ class KnownTable:
         return [number for number, row in enumerate(self.table.rows) if row.fate in _MAY_MOVE]
 
     def _timeline(self) -> Timeline:
-        """Returns the step as the rule by pace sees it."""
         seen, numbers = self.seen, self._movable
         assert seen is not None
         place = {number: at for at, number in enumerate(numbers)}
@@ -445,7 +442,7 @@ class KnownTable:
         )
 
     def difference(self, number: int, facts: Facts) -> str:
-        """Returns by what save ``number`` differs, in the words of ``stats().table_misses``."""
+        """Returns the field in which save ``number`` differs, as a key of ``stats().table_misses``."""
         if number == len(self.facts):
             return "more"
         nbytes, storage_nbytes, _, owner = self.facts[number]
@@ -455,22 +452,19 @@ class KnownTable:
 
 
 class StepScript:
-    """What a function does that is called once more: its steps, one after the other.
+    """The steps of one call of a function, which the next call has to repeat.
 
     Args:
-        expected: the steps of the call before, which this one is held to; ``None``: it is written down.
+        expected: the script of the previous call, which this call is checked against; ``None``: record only.
     """
 
     def __init__(self, expected: StepScript | None = None) -> None:
         self.logs: list[StepLog] = []
-        #: Of each step, the saves whose storages have left.
         self.moved: list[set[int]] = []
         self._expected = None if expected is None else expected.logs
-        #: The first difference.
         self._failure: ScheduleMismatchError | None = None
 
     def begin(self, step: Step) -> None:
-        """A step begins."""
         if self._expected is not None:
             number = len(self.logs)
             expected = self._expected[number] if number < len(self._expected) else StepLog()
@@ -479,13 +473,12 @@ class StepScript:
         self.moved.append(set())
 
     def note_moved(self, step: Step, number: int) -> None:
-        """The storage that save ``number`` of ``step`` has brought in has left."""
         for log, moved in zip(self.logs, self.moved, strict=True):
             if log is step.log:
                 moved.add(number)
 
     def tables(self) -> tuple[StepTable, ...]:
-        """Returns what each step did, but for those that saved nothing that may move."""
+        """Returns the table of each step that saved something movable."""
         found = []
         for log, moved in zip(self.logs, self.moved, strict=True):
             if not log.facts:
@@ -496,11 +489,11 @@ class StepScript:
         return tuple(found)
 
     def finish(self) -> None:
-        """The function is over.
+        """Ends the call.
 
         Raises:
-            ScheduleMismatchError: it has done otherwise than the call before, be it that the caller was told so and has
-                gone on.
+            ScheduleMismatchError: the call differs from the previous one, even if the caller caught an earlier error
+                and continued.
         """
         assert self._expected is not None
         if self._failure is not None:
@@ -513,7 +506,7 @@ class StepScript:
                 self._differ(f"unpack {len(log.unpacks)}", f"save {expected.unpacks[len(log.unpacks)]}", "none")
 
     def _check(self, expected: StepLog, log: StepLog, is_ask: bool) -> None:
-        """Looks whether what ``log`` has last is as ``expected`` has it."""
+        """Compares the latest save (or unpack, if ``is_ask``) of ``log`` with ``expected``."""
         number, rank = len(log.facts) - 1, len(log.unpacks) - 1
         if not is_ask and expected.facts[number : number + 1] != log.facts[number:]:
             before = _said(expected.facts[number], log.facts[number]) if number < len(expected.facts) else "none"
@@ -528,10 +521,10 @@ class StepScript:
 
 
 def check_alike(before: StepScript, after: StepScript) -> None:
-    """Looks whether two warm-ups are one sequence of saves.
+    """Checks that two warm-ups have the same saves.
 
     Raises:
-        ScheduleMismatchError: they are not.
+        ScheduleMismatchError: they differ.
     """
     one, other = ([facts for log in script.logs for facts in log.facts] for script in (before, after))
     for number in range(max(len(one), len(other))):
@@ -543,13 +536,13 @@ def check_alike(before: StepScript, after: StepScript) -> None:
 
 def mismatch(where: str, one: str, other: str, before: str, after: str) -> ScheduleMismatchError:
     return ScheduleMismatchError(
-        f"a step has to do the same in its warm-ups and in the capture, and differs first at {where}: {before} {one}, "
-        f"{after} {other}. What depends on numbers, on the count of steps or on chance cannot be captured"
+        f"a captured step must do the same in every warm-up and in the capture, and differs first at {where}: "
+        f"{before} {one}, {after} {other}. It must not depend on tensor values, step counters or random numbers"
     )
 
 
 def _said(facts: Facts, other: Facts | None = None) -> str:
-    """Returns a save in words, with what it differs by from ``other``."""
+    """Describes a save, with the fields in which it differs from ``other``."""
     nbytes, storage_nbytes, requires_grad, owner = facts
     said = f"a tensor of {nbytes:,} bytes{', requires grad' if requires_grad else ''}"
     if other is None or other[0] != nbytes:
@@ -562,42 +555,42 @@ def _said(facts: Facts, other: Facts | None = None) -> str:
 
 
 class StepTables:
-    """The tables of one device, the latest last. Callers hold the offloader's lock.
+    """The tables of one device, the latest last. The offloader's lock guards them.
 
     Args:
         policy: the config's ``step_tables``.
-        accounts: where steps that are looked up, and those that differ, are counted.
+        accounts: counts the steps that follow tables, and their mismatches.
     """
 
     def __init__(self, policy: bool | str, accounts: Accounts) -> None:
-        #: After how many steps that are alike the next one is looked up.
+        #: The number of matching steps after which a table is followed.
         self._after = math.inf if policy is False else 1 if policy is True else _ALIKE
         self._accounts = accounts
-        #: Bytes: a step that could move no more is left where it is.
+        #: Bytes: a step that could move no more than this stays on the device.
         self.room = 0
-        #: The table of the last step that was looked up.
+        #: The table of the last step that followed one.
         self.last: StepTable | None = None
         self._known: list[KnownTable] = []
-        #: Says how much of a step moves, where there is a budget, or only what the link hides moves.
+        #: Sets the fraction that moves, with a budget or if only hidden copies are allowed.
         self.controller: Controller | None = None
-        #: Whether nothing is learnt or forgotten.
+        #: Whether tables are neither updated nor evicted.
         self.is_frozen = False
 
     def frozen(self) -> StepTables:
-        """Returns the same tables, of which nothing is learnt or forgotten."""
+        """Returns a copy with the same tables, which are neither updated nor evicted."""
         tables = StepTables(True, Accounts())
         tables._known, tables.controller = [copy.copy(one) for one in self._known], self.controller
         tables.is_frozen = True
         return tables
 
     def control(self, controller: Controller) -> None:
-        """Has ``controller`` say how much of a step moves, from the second step of a kind on if steps are looked up."""
+        """Has ``controller`` set the fraction that moves; tables are then followed from the second step on."""
         self.controller = controller
         if self._after != math.inf:
             self._after = 1
 
     def look_up(self, facts: Facts) -> list[KnownTable]:
-        """Returns the tables that begin with that save, the latest first, and counts a step where there are any."""
+        """Returns the tables that begin with this save, the latest first; counts the step if there are any."""
         fitting = [one for one in reversed(self._known) if one.times >= self._after and one.facts[0] == facts]
         if fitting:
             self.last = self.table_of(fitting[0])
@@ -606,11 +599,10 @@ class StepTables:
         return fitting
 
     def table_of(self, known: KnownTable) -> StepTable:
-        """Returns the table that a step like ``known`` goes by."""
         return known.table if self.controller is None else known.share(self.controller.fraction(known.kind))[0]
 
     def fraction_of(self, known: KnownTable | None) -> float | None:
-        """Returns the part of its movable bytes that moves in a step like ``known``; ``None`` where all may."""
+        """Returns the fraction of movable bytes that moves in a step like ``known``; ``None`` without a controller."""
         if (controller := self.controller) is None:
             return None
         if known is None:
@@ -620,7 +612,7 @@ class StepTables:
         return fraction
 
     def missed(self, known: KnownTable, what: str) -> None:
-        """A step has differed by ``what`` from the table that it was looked up in, and from all others."""
+        """Counts a step that differed, by ``what``, from the table that it followed and from all others."""
         misses = self._accounts.counters.table_misses
         misses[what] = misses.get(what, 0) + 1
         known.misses += 1
@@ -628,20 +620,20 @@ class StepTables:
             self._known.remove(known)
 
     def update(self, log: StepLog, link: Link | None, windows: Windows) -> None:
-        """Takes in what a step has left behind, in place of what was known of its like.
+        """Updates the tables with a finished step.
 
         Args:
             link: as for ``StepLog.table``.
-            windows: those in force.
+            windows: the windows in force.
         """
         if self.is_frozen or not log.teaches:
             return
-        if not log.unpacks:  # a graph that was dropped, from which nothing follows; or a step of which all is kept
+        if not log.unpacks:  # a graph that was dropped, which shows nothing, or a step whose saves are all kept
             if (known := log.known) is not None and not known.order and known.facts == log.facts:
                 known.times, known.misses = known.times + 1, 0
             return
         alike = next((one for one in self._known if one.facts == log.facts), None)
-        if alike is None and self.controller is None:  # else each size has a budget's state of its own
+        if alike is None and self.controller is None:  # a controller has a fraction for each combination of sizes
             like = [(one, differ) for one in self._known if (differ := one.others(log.facts)) is not None]
             varying = [pair for pair in like if pair[0].varies]
             if varying or (len(like) == _MOST_TABLES and max(one.times for one, _ in like) == 1):
@@ -650,7 +642,7 @@ class StepTables:
         if log.known is not None and log.known is not alike:
             self.missed(log.known, "fewer")
             log.fraction = None
-        # Where a controller says how much moves, the share says what stays.
+        # With a controller, `share` decides which storages stay.
         before, in_vain = (None, ()) if alike is None else (alike.table, alike.in_vain)
         table = log.table(link if self.controller is None else None, before, in_vain)
         if alike is None:
@@ -667,22 +659,22 @@ class StepTables:
 
 
 class Kept(NamedTuple):
-    """A storage that stays because the program keeps it alive, and the save that it is."""
+    """A storage that stays because the program references it, and its save."""
 
     storage: Callable[[], object]
     number: int
 
 
 class StepRecord(FinalizerRecord["Step"]):
-    """A weak reference to a step, and what that leaves behind."""
+    """A weak reference to a step, which holds the step's log."""
 
     __slots__ = ("log", "saves")
     log: StepLog
-    #: The saved tensors of its device, which learn from it; weak, since they hold the record.
+    #: The object to update; weak, because it holds this record.
     saves: weakref.ref[Any]
 
     def on_finalized(self) -> None:
-        """Its thread has begun another one, and its graph is gone."""
+        """Updates the tables: the thread has begun another step, and this step's graph has died."""
         if (saves := self.saves()) is not None:
             saves.update(self)
 
@@ -690,40 +682,38 @@ class StepRecord(FinalizerRecord["Step"]):
 class Step:
     """One forward of one thread on one device, and its backward.
 
-    Its thread holds it until the next one begins, and so do the handles of its graph.
+    Its thread holds it until the next step begins, and the handles of its graph hold it too.
     """
 
     def __init__(self, tables: StepTables) -> None:
         self.log = StepLog()
-        #: The saves that have a handle, along which backward looks ahead.
+        #: The saves that have a handle, in the order in which backward is expected to unpack them.
         self.uses = StepUses()
-        #: Whether whatever is saved now belongs to another step: all that has a handle was asked for. So it is where
-        #: one context surrounds many steps. One that is never over ends when it is very long.
+        #: True once every saved tensor has been unpacked: the next save starts a new step (a single context may span
+        #: many). Also set after ``_MOST_SAVES`` saves.
         self.is_over = False
-        #: The part of a pipeline schedule that it is of.
         self.phase: object = None
-        #: Storages that stay although they could move, by name, for further saves of them.
+        #: Kept storages by key, for further saves of the same storage.
         self.kept: dict[Hashable, Kept] = {}
-        #: Raises where what the log has last, which is an ask or a save, is not as it was in a step that this one is
-        #: held to; ``None`` where there is none.
+        #: Raises if the latest save or unpack of the log differs from the step that this one has to repeat.
         self.strict: Callable[[StepLog, bool], None] | None = None
-        #: The table in force; ``None`` where the step is unknown, or is from here on.
+        #: The table that the step follows; ``None`` if it is unknown, or has become so.
         self.table: StepTable | None = None
-        #: Whether all of the step stays, as long as there is room.
+        #: Whether the whole step stays, as long as there is room.
         self.stays = False
         self._tables = tables
-        self._fitting: list[KnownTable] = []  # those that it may still turn out to be like, with that in front
+        self._fitting: list[KnownTable] = []  # the tables that match so far; the first one is followed
         self._looks_again = False
-        self._order: tuple[int, ...] = ()  # in which backward goes, as the table has it
+        self._order: tuple[int, ...] = ()  # of unpacks, by the table
         self._rank = 0
         self._asked_again: set[int] = set()
 
     def save(self, facts: Facts, seconds: float, ahead: int) -> Row | None:
-        """Logs the next save; returns its row if it brings its storage in and the step is like a table.
+        """Logs the next save; returns its row if it is the first save of its storage and the step follows a table.
 
         Args:
             seconds: the time.
-            ahead: bytes that are on their way out.
+            ahead: bytes in flight.
         """
         log = self.log
         number = len(log.facts)
@@ -750,10 +740,10 @@ class Step:
         return row
 
     def asked(self, number: int, seconds: float) -> Iterable[int] | None:
-        """Logs that save ``number`` is asked for.
+        """Logs that backward unpacks save ``number``.
 
         Returns:
-            The numbers of the saves in the order of need, where another order was expected.
+            The expected order of unpacks, if it differs from the order assumed so far.
         """
         log = self.log
         if number in log.unpacked_at:
@@ -763,9 +753,9 @@ class Step:
                 if self.strict is not None:
                     self.strict(log, True)
             return None
-        if not log.unpacks:  # more may be saved later
+        if not log.unpacks:  # the first; further saves may follow
             log.before_backward = len(log.facts)
-            # Backward begins, which tells steps apart that begin alike: by how much they save.
+            # As backward begins, the number of saves tells tables with the same prefix apart.
             facts = log.facts
             if whole := [one for one in self._fitting if len(one.facts) == len(facts) and one.facts == facts]:
                 if whole[0] is not log.known:
@@ -781,7 +771,7 @@ class Step:
             return None
         owner, order = log.facts[number][3], self._order
         if owner >= 0 and self.table.rows[owner].fate is _KEEP:
-            return None  # it was looked at again
+            return None  # a kept storage that this step has moved, to check it again
         rank = self._rank
         self._rank += 1
         if rank < len(order) and order[rank] == number:
@@ -791,26 +781,20 @@ class Step:
         return range(len(log.facts) - 1, -1, -1) if rank else None
 
     def _differ(self, facts: list[Facts] | None, what: str) -> None:
-        """The step differs by ``what`` from the table that it was like.
-
-        Args:
-            facts: all of its saves, where another table may have them; ``None`` where it does not matter.
-        """
         known = self.log.known
         assert known is not None
         self._use([] if facts is None else [one for one in self._fitting if one.facts[: len(facts)] == facts])
-        if what != "order":  # else its saves were those of the table
+        if what != "order":  # else the saves matched the table, and its fraction applies
             self.log.fraction = None if self.log.known is None else self._tables.fraction_of(self.log.known)
         if self.log.known is None:
             self._tables.missed(known, what)
 
     def _use(self, fitting: list[KnownTable]) -> None:
-        """Looks the rest of the step up in the first of ``fitting``."""
         self._fitting = fitting
         self.log.known = known = fitting[0] if fitting else None
         self.table = None if known is None else self._tables.table_of(known)
         tables = self._tables
         self.stays = known is not None and tables.controller is None and known.table.movable_bytes <= tables.room
-        # Not in a graph, whose every replay would do so.
+        # Not in a captured step, whose replays would all move the kept storages.
         again = known is not None and (known.times + 1) % _LOOK_AGAIN == 0
         self._looks_again = again and not self._tables.is_frozen

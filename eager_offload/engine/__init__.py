@@ -1,1 +1,1 @@
-"""One device's saved bytes on their way: eager code and compiled graphs decide what moves, and call this."""
+"""The transfers of one device, called by eager code and by compiled graphs."""

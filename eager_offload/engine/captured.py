@@ -1,21 +1,21 @@
-"""The transfers of a step of which a graph is captured, and of the real steps before that.
+"""Transfers of a captured step, and of the real warm-up steps before the capture.
 
-    pack      the window has room          -> the copy out waits here, behind an event that is recorded at once
-              it has none                  -> the oldest copy is enqueued, compute waits for it, and its source goes
-    unpack    the source is still there    -> it is served, and its copy is never enqueued
-              it has gone                  -> a copy back, as in any step
-    and       the oldest copy that backward does not expect soon is enqueued, and its source goes: one for each unpack
-    the end   both streams of copies join
+    pack         the window has room      -> queue the copy out in this object, ordered by an event recorded at once
+                 the window is full       -> enqueue the oldest copy, make compute wait for it, release its source
+    unpack       the source is held       -> return the source; its copy is never enqueued
+                 the source was released  -> copy back, as in any step
+                 in both cases            -> enqueue the oldest copy not needed soon, release its source
+    end of step  both copy streams join the compute stream
 
 [Note: copies of a graph]
-In a graph no event is ever over, so a source goes once compute has waited for its copy. When the host enqueues a copy
-says nothing of when that runs in a replay: the events that it waits for do. So a copy is enqueued where its source has
-to go, behind the event that was recorded when it was due, and has all the time in between; one whose bytes are asked
-for before is left out of the graph.
+An event of a captured graph never completes during the capture, so a source is released once compute waits for its
+copy. When a copy runs in a replay depends on the events that it waits for, and not on when the host enqueues it.
+A copy is therefore enqueued only when its source has to be released, behind the event that was recorded when its bytes
+were final, and has all the time in between to run. If backward needs the bytes earlier, the graph has no such copy.
 
-The last real step before the capture does the same, with the host in place of compute: which bytes leave, and when,
-follows from the saves and the settings, and from nothing that is measured. It writes down each copy, and the capture is
-held to that. So the slots of the graph are parts of one slab, which is laid out beforehand.
+The last real step before the capture follows the same rules, with the host waiting in place of compute: which bytes
+leave, and when, depends on the saves and the settings alone, and on no measurement. That step logs its copies, and the
+capture has to match the log. The layout of the graph's slots in one slab is computed from the log before the capture.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ from eager_offload.tiers.memory import view_of
 
 
 class CapturedCopy(NamedTuple):
-    """One copy, by the key of the storage whose bytes it moves."""
-
     key: int
     is_back: bool
     nbytes: int
@@ -51,33 +49,32 @@ class CapturedCopy(NamedTuple):
 
 @dataclass
 class CopyLog:
-    """The copies of one step, in the order in which they were enqueued, and what was found for what was to leave."""
-
     copies: list[CapturedCopy] = field(default_factory=list)
-    #: Of each storage that was to leave, whether a tier had room.
+    #: For each storage that was due to leave, whether a tier had room.
     found: list[bool] = field(default_factory=list)
 
 
 class _InAGraph:
-    """Judges uses of places by number of copy: of a graph nothing is over while it is laid out."""
+    """Compares fences by number of copy: no use of a slot is over while the graph is laid out."""
 
     def query(self, event: object) -> bool:
         return False
 
 
 def lay_out(copies: Sequence[CapturedCopy]) -> tuple[dict[int, tuple[int, int]], int]:
-    """Returns a layout in which storages share a place whose copies back and out come one after the other.
+    """Returns a layout in which storages share a place if one is copied back before the other is copied out.
 
-    By key of storage: where it is in the slab, and the last copy back of those that had the place before, by number of
-    copy, -1 for none; and the bytes of the slab.
+    A storage occupies its place from its copy out to its last copy back. Places are cut from the slab as a tier cuts
+    slots: see [Note: which bytes a request gets].
 
-    Each storage has its place from its copy out to its last copy back. Places are cut as any tier's slots are: see
-    [Note: which bytes a request gets].
+    Returns:
+        For each key: the start in the slab, and the number of the last copy back of earlier users of the place (-1 if
+        there are none). Then the size of the slab in bytes.
     """
     last_back = {one.key: number for number, one in enumerate(copies) if one.is_back}
     ends, judge = set(last_back.values()), _InAGraph()
     slab, ranges, places = Slab(0), Ranges[Slab](), dict[int, tuple[int, int]]()
-    ending: list[tuple[int, int, Range[Slab]]] = []  # a heap: by the copy after which each is free
+    ending: list[tuple[int, int, Range[Slab]]] = []  # a heap, ordered by the copy after which the range is free
     for number, one in enumerate(copies):
         while ending and ending[0][0] < number:
             last, _, free = heapq.heappop(ending)
@@ -98,7 +95,7 @@ def lay_out(copies: Sequence[CapturedCopy]) -> tuple[dict[int, tuple[int, int]],
 
 
 class GraphSlot(Slot):
-    """``nbytes`` bytes in the slab of a graph, from when their copy is enqueued."""
+    """``nbytes`` bytes of a graph's slab. ``start`` and ``tensor`` are set when the copy is enqueued."""
 
     tier = "host"
     __slots__ = ("start", "tensor")
@@ -119,20 +116,19 @@ class GraphSlot(Slot):
 
 
 class GraphSlab(NamedTuple):
-    """What a capture is held to, and the pinned memory that its slots are parts of; ``None`` where nothing leaves."""
+    """The log that a capture has to match, and the pinned memory of its slots (``None`` if nothing leaves)."""
 
     log: CopyLog
-    #: As ``lay_out`` returns them.
     places: dict[int, tuple[int, int]]
     memory: Tensor | None
 
 
 class CapturedTransfers(DeviceOffloader):
-    """The transfers of one step that is captured on ``stream``, or that comes before: see [Note: copies of a graph].
+    """The transfers of a step that is captured on ``stream``, or of a warm-up step: see [Note: copies of a graph].
 
     Args:
-        slab: of the capture; ``None`` for a real step.
-        arguments, named: those of ``Transfers`` behind the device.
+        slab: the slab of the capture; ``None`` for a warm-up step.
+        arguments, named: the arguments of ``Transfers`` after the device.
     """
 
     is_captured = True
@@ -141,26 +137,24 @@ class CapturedTransfers(DeviceOffloader):
     def __init__(self, stream: torch.Stream, slab: GraphSlab | None, *arguments: Any, **named: Any) -> None:
         super().__init__(stream.device, *arguments, **named)
         self._compute, self._slab = stream, slab
-        #: What the step has copied so far.
         self.log = CopyLog()
-        #: Behind each copy of a capture.
         self._events: list[Event] = []
-        #: What a source that goes is being packed from, with the event behind that; ``None`` where nothing is.
+        #: While a source is being packed: the event after packing, and the packed tensor's inputs.
         self._packing: tuple[Event, object] | None = None
-        #: Why there is no graph: a copy of a capture that differs from the step before, or that failed. Copies of it
-        #: are raised: an error that is raised holds the frames that it has come through, and they hold this.
+        #: Why the capture failed. Only copies of this error are raised: a raised error refers to the frames that it
+        #: passed through, and those refer to this object.
         self._failure: OffloadError | None = None
         self._is_over = False
 
     def _stream(self, direction: Direction) -> Stream:
-        """A capture has streams of its own: the process's stay free for other threads meanwhile."""
+        # A capture has its own streams, since other threads use the process's streams at the same time.
         if self._slab is None:
             return super()._stream(direction)
         streams = self.runtime.capture_streams(self.device)
         return streams.outward if direction is Direction.OUT else streams.inward
 
     def refuses_saves(self) -> bool:
-        """What another stream computes stays: memory that is its own must not go when ``stream`` has waited."""
+        # Bytes that another stream computes stay: waiting on `stream` does not make their memory safe to release.
         return self._is_over or self.runtime.current_stream(self.device) != self._compute
 
     def refuse_call(self, what: str) -> None:
@@ -171,8 +165,6 @@ class CapturedTransfers(DeviceOffloader):
                 "backward asked for a tensor that a captured step has saved, after the capture: the tensor is in the "
                 "graph alone. Run backward inside of the step"
             )
-
-    # -- out --------------------------------------------------------------------------------------------------------
 
     def slot_for(self, nbytes: int, found: ReservedSlot | None) -> Slot | Shortage | None:
         is_full = self.inflight_bytes + nbytes > self.windows.inflight
@@ -189,16 +181,16 @@ class CapturedTransfers(DeviceOffloader):
         return slot
 
     def offload(self, *arguments: Any, keepalive: object = None, **named: Any) -> None:
-        """As in any step, but that ``keepalive`` goes before anything else leaves or is asked for.
+        """Copies out as ``DeviceOffloader`` does; ``keepalive`` is released before any other transfer begins.
 
-        In a capture it goes at once: what it holds is the stream's that computes.
+        In a capture ``keepalive`` is released at once: its memory belongs to the compute stream.
         """
         if keepalive is not None:
             self._packing = (None, None) if self._slab is not None else (self.runtime.record(self._compute), keepalive)
         super().offload(*arguments, **named)
 
-    def _start_held_back(self) -> None:
-        """A copy is enqueued where its source has to go, and not before."""
+    def _start_queued(self) -> None:
+        """Does nothing: a copy is enqueued only when its source has to be released."""
 
     def wait_for_room(self) -> bool:
         if self._packing is None:
@@ -218,7 +210,7 @@ class CapturedTransfers(DeviceOffloader):
         self._packing = None
 
     def _send_first(self, stays: Callable[[CountedBytes], bool]) -> None:
-        """Sends the oldest copy out, but for those that ``stays`` names, and in a real step waits for it."""
+        """Enqueues the oldest copy out except those that ``stays`` selects. A warm-up step then waits for the copy."""
         with self.lock:
             self.poll()
             found = (transfer for transfer in self._queued if not stays(cast(CountedBytes, transfer.record)))
@@ -226,27 +218,26 @@ class CapturedTransfers(DeviceOffloader):
             if transfer is not None:
                 self._send(transfer)
         if transfer is not None and self._slab is None:
-            if transfer.event is not None:  # else it could not be enqueued
-                with suppress(OffloadError):  # `poll` sees to that
+            if transfer.event is not None:  # else enqueueing failed
+                with suppress(OffloadError):  # `poll` handles the failure
                     self.wait(transfer, None, "window is full", fills_window=True)
             with self.lock:
                 self.poll()
 
     def _send(self, transfer: Transfer) -> None:
-        """Enqueues a copy out; in a capture compute waits for it, and its source goes."""
-        held_back = self._queued[transfer]
-        key, slot = held_back.key, held_back.slot
+        queued = self._queued[transfer]
+        key, slot = queued.key, queued.slot
         assert key is not None
         self._note(CapturedCopy(key, False, slot.nbytes))
         del self._queued[transfer]
-        self._held_back_bytes -= transfer.moved
+        self._queued_bytes -= transfer.moved
         if self._slab is not None:
             assert isinstance(slot, GraphSlot)
             assert self._slab.memory is not None
             start, behind = self._slab.places[key]
             slot.start, slot.tensor = start, self._slab.memory[start : start + slot.nbytes]
             slot.fences = () if behind < 0 else (Fence(self.runtime, self._events[behind]),)
-        self._enqueue(transfer, slot, held_back.source, slot, held_back.after, "offload", key)
+        self._enqueue(transfer, slot, queued.source, slot, queued.after, "offload", key)
         self._events.append(transfer.event)
         if self._slab is not None:
             self.runtime.wait(self._compute, transfer.event)
@@ -259,21 +250,19 @@ class CapturedTransfers(DeviceOffloader):
             raise copy(failure)
 
     def _note(self, copied: CapturedCopy) -> None:
-        """Writes a copy down.
+        """Logs a copy.
 
         Raises:
-            ScheduleMismatchError: a capture has another one here than the step before.
+            ScheduleMismatchError: the capture differs from the step before at this copy.
         """
         number = len(self.log.copies)
         if self._slab is not None and self._slab.log.copies[number : number + 1] != [copied]:
             self._failure = ScheduleMismatchError(
-                f"a step has to do the same in its warm-ups and in the capture, and differs first at copy {number}, of "
-                f"{copied.nbytes:,} bytes. What holds graphs alive until the garbage collector comes cannot be captured"
+                f"a captured step must do the same in every warm-up and in the capture, and differs first at copy "
+                f"{number}, of {copied.nbytes:,} bytes. It must not leave its graphs to the garbage collector"
             )
             raise copy(self._failure)
         self.log.copies.append(copied)
-
-    # -- back -------------------------------------------------------------------------------------------------------
 
     def reload(
         self,
@@ -288,33 +277,31 @@ class CapturedTransfers(DeviceOffloader):
     ) -> tuple[Tensor, Transfer]:
         assert key is not None
         self._note(CapturedCopy(key, True, slot.nbytes))
-        # Compute has waited for the copy out; another stream has not.
+        # Compute has waited for the copy out. Any other stream has not, and has to wait for compute.
         others = () if stream == self._compute else (self.runtime.record(self._compute),)
         try:
             target, transfer = super().reload(
                 slot, layout, stream, what, after=(*others, *after), held_after=held_after, key=key
             )
         except BaseException:
-            self.log.copies.pop()  # there was no memory for its target
+            self.log.copies.pop()  # the target could not be allocated
             raise
         self._events.append(transfer.event)
         return target, transfer
 
     def drop_resident(self, transfer: Transfer) -> None:
-        """Compute waits for a copy back whose target is not needed any more, before that goes."""
+        # Compute waits for the copy back before its unused target is released.
         super().drop_resident(transfer)
         if transfer in self._in:
             self.runtime.wait(self._compute, transfer.event)
             self.mark_consumed(transfer)
 
-    # -- the end ----------------------------------------------------------------------------------------------------
-
     def join(self) -> None:
-        """The step is over: both streams of copies of a capture join that which computes.
+        """Ends the step: in a capture, the compute stream waits for both copy streams.
 
         Raises:
-            OffloadError: a copy was not as in the step before, or has failed, be it that the step was told so and has
-                gone on.
+            OffloadError: a copy failed or differed from the step before, even if the step caught that error and
+                continued.
         """
         if self._failure is not None:
             raise copy(self._failure)
@@ -325,7 +312,6 @@ class CapturedTransfers(DeviceOffloader):
         self._in.clear()
 
     def close(self) -> None:
-        """Nothing more is copied."""
         with self.lock:
             for transfer in list(self._queued):
                 self.cancel(transfer)
@@ -334,7 +320,7 @@ class CapturedTransfers(DeviceOffloader):
             self._is_over = self._slab is not None
 
     def forget(self) -> None:
-        """The capture has ended. What is on its way in one that has failed never runs."""
+        """Releases the slab and the events after the capture. Copies of a failed capture never run."""
         assert self._slab is not None
         self._in.clear()
         self._slab, self._events = self._slab._replace(memory=None), []

@@ -1,14 +1,14 @@
-"""One device's saved bytes on their way, for eager code and for compiled graphs: the lock, and all that waits.
+"""The transfers of one device under a lock, for eager code and for compiled graphs.
 
-    eager code      decides at run time which saved storage leaves and which comes back    (``eager/``)
-    compiled code   was told by its graph                                                  (``compile/``)
-    both            take the lock for what ``Transfers`` does, and wait without it          DeviceOffloader
+``DeviceOffloader`` adds to ``Transfers`` the lock and every method that waits. Eager code decides at run time which
+storages leave and return (``eager/``); for compiled code the graph has decided (``compile/``).
 
-[Note: an interrupt is a crash of the offloader]
-A KeyboardInterrupt, or what a signal handler raises, may come between any two lines. No code is ordered for that: an
-offloader in whose midst one came is *crashed*. From then on nothing more leaves through it, nothing is brought back
-early, and the counters are approximate. What its graphs own stays theirs: a source is held until its copy is known to
-be over, so a handle has its bytes either on the device or in a slot. The next outermost ``with`` has a new offloader.
+[Note: interrupts]
+A KeyboardInterrupt, or an exception of a signal handler, may be raised between any two lines. The code is not ordered
+to survive that: an offloader that is interrupted during a call has *crashed*. From then on no further bytes leave
+through it, nothing is prefetched, and the counters are approximate. Saved tensors stay valid: a source is held until
+its copy is known to be over, so a handle has its bytes either on the device or in a slot. The next outermost ``with``
+makes a new offloader.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from eager_offload.tiers.base import MustGrow, Slot
 
 
 class Census(NamedTuple):
-    """How much an offloader knows of; everything is 0 once all graphs are gone and transfers are over."""
+    """The amounts that an offloader tracks: all 0 once every graph is gone and every transfer is over."""
 
-    #: Storages, views and host tensors that are alive, or whose end was not noticed yet.
+    #: Storages, views and host tensors that are alive, or whose end was not yet noticed.
     records: int
     in_flight: int
     resident_bytes: int
@@ -37,54 +37,48 @@ class Census(NamedTuple):
 
 
 class DeviceOffloader(Transfers):
-    """The transfers of one device, and the lock that they need.
+    """The transfers of one device, with their lock.
 
-    What this class adds takes the lock itself where it needs it. The host waits in it, so whoever calls it does not
-    hold the lock; what is of ``Transfers`` is for those who do, see ``locked``.
+    Methods defined here acquire the lock and may wait, so callers must not hold the lock; inherited methods require
+    the lock, see ``locked``.
     """
 
     @contextmanager
     def locked(self) -> Iterator[Transfers]:
-        """Hands out what needs the lock: ``with device.lock, device.locked() as transfers:``.
+        """Yields the methods that require the lock: ``with device.lock, device.locked() as transfers:``.
 
-        The ``with`` needs the lock itself: see ``ForkSafeLock``. What is raised inside crashes the offloader, unless it
-        is the library's own.
+        The caller's ``with`` names the lock because ``ForkSafeLock`` requires that. An exception other than an
+        ``OffloadError`` crashes the offloader.
         """
         assert self.lock._is_owned()
         with self.crashing():
             yield self
 
     def census(self) -> Census:
-        """Returns what is known of at this moment."""
         with self.lock, self.locked() as transfers:
             transfers.poll()
             used_bytes = sum(tier.used_bytes for tier in self.tiers)
             in_flight = len(self._queued) + len(self._out) + len(self._in)
-            if self.is_crashed:  # not all that has died is known, and bytes are not counted any more
+            if self.is_crashed:  # deaths may be missed, and bytes are not counted any more
                 alive = sum(record() is not None for record in self.records)
                 return Census(alive, in_flight, 0, used_bytes)
             return Census(len(self.records), in_flight, self.resident_bytes, used_bytes)
 
     def refuse_call(self, what: str) -> None:
-        """Refuses to begin something in the midst of a call, or while the current stream is captured.
-
-        Raises:
-            OffloadError: it is so.
-        """
+        """Raises an ``OffloadError`` during another call of this thread, or while the current stream is captured."""
         if self.lock._is_owned():  # see [Note: reentry] in tiers/forking.py
             raise reentered()
         if self.can_capture and self.runtime.is_capturing(self.device):
             raise captured(what)
 
     def crash(self) -> None:
-        """An exception that is not the library's own has come in the midst of a call: see the note."""
         self.is_crashed = self.accounts.counters.is_approximate = True
-        self.accounts.counters.live = LiveBytes()  # what dies from here on is not counted
-        self._leaving = {}  # one may be in here that has not started, and would hold its source
+        self.accounts.counters.live = LiveBytes()  # later deaths are not counted
+        self._leaving = {}  # may contain a copy that has not started, which would hold its source
 
     @contextmanager
     def crashing(self) -> Iterator[None]:
-        """Around what must not be left half done: an exception that is not the library's own crashes it."""
+        """Crashes the offloader on an exception that is not an ``OffloadError``."""
         try:
             yield
         except OffloadError:
@@ -93,20 +87,15 @@ class DeviceOffloader(Transfers):
             self.crash()
             raise
 
-    # -- out --------------------------------------------------------------------------------------------------------
-
     def reserve(self, nbytes: int, fallback: str | None = None) -> Slot | None:
-        """Returns room in the first tier that has it or can grow for it.
+        """Returns a slot of the first tier that has room or can grow; ``None``, with a warning, if no tier can.
 
         Args:
-            fallback: what becomes of the bytes where none has, for the warning; ``None``: they stay where they are.
-
-        Returns:
-            ``None`` where none has, which is counted and warned of.
+            fallback: the warning's text on the bytes; by default it says that they stay.
         """
         for tier in self.tiers:
             try:
-                with self.lock:  # what calls in the midst of it, a signal handler say, is to be refused
+                with self.lock:  # so that a reentrant call (e.g. by a signal handler) is refused
                     slot = tier.at_hand(nbytes)
             except MustGrow:
                 with self._counting_wait(None):
@@ -122,61 +111,60 @@ class DeviceOffloader(Transfers):
         return None
 
     def go_on(
-        self, lack: Shortage | None, start: Callable[[ReservedSlot | None], Shortage | None], *, waits: bool = True
+        self, shortage: Shortage | None, start: Callable[[ReservedSlot | None], Shortage | None], *, waits: bool = True
     ) -> None:
-        """Waits for what copies out lack, and starts them; other threads may take the room meanwhile.
+        """Waits until queued copies out can start, and starts them. Other threads may take the room first.
 
         Args:
-            start: starts them, in the lock, with what was found for the first; returns what is lacking next.
-            waits: for room in the window; else what finds none does not start.
+            start: starts copies, with the lock held and the slot reserved for the first; returns the next shortage.
+            waits: whether to wait for room in the window; otherwise copies without room do not start.
         """
-        while lack is not None:
+        while shortage is not None:
             found = None
-            if lack.nbytes:
-                found = ReservedSlot(lack.nbytes, self.reserve(lack.nbytes))
+            if shortage.nbytes:
+                found = ReservedSlot(shortage.nbytes, self.reserve(shortage.nbytes))
             elif not (waits and self.wait_for_room()):
                 return
             with self.lock:
-                lack = None if self.is_crashed else start(found)
+                shortage = None if self.is_crashed else start(found)
 
     def wait_for_room(self) -> bool:
-        """Waits until the oldest copy out is over. Other threads have no part in the wait.
+        """Waits, without the lock, until the oldest copy out is over.
 
-        [Note: a full window] The host waits, and the source goes when the event is over. It would also be free to go
-        once its allocating stream waits for the event, without the host; but that stream need not be the one that was
-        current at pack (a batch that another stream loaded), and the allocator would hand its block out too early.
+        [Note: a full window] The host waits, and the source is released when the event has completed. Releasing the
+        source as soon as its allocating stream waits for the event would spare the host the wait. But that stream may
+        not be the stream that was current at pack (e.g. for a batch that another stream loaded), and the allocator
+        would then reuse the block too early.
 
         Returns:
-            ``False`` where it is of a process that this one was forked from, and never will be.
+            ``False`` if the copy belongs to the parent of a forked process, and will never end here.
         """
         with self.lock:
             oldest = next(iter(self._out), None)
         if oldest is not None:
-            with suppress(OffloadError):  # `poll` sees to that
+            with suppress(OffloadError):  # `poll` handles the failure
                 self.wait(oldest, None, "window is full", fills_window=True)
         with self.lock:
             self.poll()
             return oldest not in self._out
 
     def send_one(self, stays: Callable[[CountedBytes], bool]) -> None:
-        """Backward asks for something: lets go of one source that is on its way out and that ``stays`` does not name.
+        """Releases one source that is leaving and that ``stays`` does not select, as backward unpacks a tensor.
 
-        Outside of captures each goes when its copy is over.
+        Does nothing except in captures: otherwise each source is released when its copy is over.
         """
 
-    # -- either way -------------------------------------------------------------------------------------------------
-
     def wait(self, transfer: Transfer, stream: Stream | None, what: str, *, fills_window: bool = False) -> None:
-        """Makes ``stream`` wait for a transfer, or where that is ``None`` the host; the wait is counted.
+        """Makes ``stream`` (``None``: the host) wait for a transfer, and counts the wait.
 
-        On a CPU device the host waits for its own stream.
+        On a CPU device the host waits in either case.
 
         Args:
-            what: is waited for, for traces.
-            fills_window: whether it is waited for so that others may leave.
+            what: the name of the wait in traces.
+            fills_window: whether the wait makes room for other copies out.
 
         Raises:
-            OffloadError: the transfer failed, and the host knows that already.
+            OffloadError: the host already knows that the transfer failed.
         """
         runtime, event = self.runtime, transfer.event
         if runtime.query(event):
@@ -190,18 +178,17 @@ class DeviceOffloader(Transfers):
     def _counting_wait(
         self, stream: Stream | None, event: Event = None, *, what: str = "", fills_window: bool = False
     ) -> Iterator[None]:
-        """Logs what the host and compute wait inside.
+        """Logs the time that the host and compute wait in the body.
 
-        [Note: stalls] What the host has waited is known when it goes on. What compute has waited is not, where a device
-        lies behind its host: timestamps of the stream on either side of the wait tell it, once the device has passed
-        both. They are next to each other in the stream, so they lie apart by what the stream waited for the transfer,
-        or had nothing to do while the host waited; a stream that is busy until then has not waited, whatever the host
-        did. Nothing is timed in a capture, in which nothing runs.
+        [Note: stalls] The host's wait is known when the host continues. On an asynchronous device compute's wait is
+        not: timestamps of the stream before and after the wait give it, once the device has passed both. They are
+        adjacent in the stream, so their difference is the time in which the stream waited for the transfer or ran out
+        of work because the host waited. A stream that is busy throughout has not waited, however long the host did.
+        Captures are not timed, because nothing runs in them.
 
         Args:
-            stream: that waits; ``None``: the host does, and what computes is the current one.
-            event: of a transfer that is waited for; ``None``: a tier grows, or all of several transfers are.
-            what: as in ``Waited``.
+            stream: the stream that waits; ``None``: the host waits, and the current stream computes.
+            event: the event of the awaited transfer; ``None`` while a tier grows, or for several transfers.
         """
         runtime, counters = self.runtime, self.accounts.counters
         compute = runtime.current_stream(self.device) if stream is None else stream
@@ -224,13 +211,13 @@ class DeviceOffloader(Transfers):
                     self.transfer_log.write(waited)
 
     def holds_copies(self) -> bool:
-        """Returns whether there are copies out that no stream was given yet."""
         return bool(self._queued)
 
     def poll_from_thread(self) -> bool:
-        """``poll``, for a transfer thread: there may be no further call. ``False`` where another thread is inside.
+        """Polls on behalf of a transfer thread, in case the program makes no further call.
 
-        It does not wait for the lock, whose holder may be waiting for the thread.
+        Returns:
+            ``False`` if another thread holds the lock: waiting could deadlock, since the holder may wait for this one.
         """
         if not self.lock.acquire(blocking=False):
             return False
@@ -241,7 +228,7 @@ class DeviceOffloader(Transfers):
         return True
 
     def synchronize(self) -> None:
-        """Waits until nothing is on its way and compute has passed its waits, but for what starts meanwhile."""
+        """Waits until all transfers are over and compute has passed its waits, except for those that start later."""
         with self.crashing():
             self.wait_until_left()
             with self.lock:
@@ -254,7 +241,6 @@ class DeviceOffloader(Transfers):
                 self.poll()
 
     def wait_until_left(self) -> None:
-        """The host waits until nothing is on its way out."""
         with self.lock:
             self.poll()
             awaited = {*self._queued, *self._out}
@@ -266,17 +252,17 @@ class DeviceOffloader(Transfers):
                 self.poll()
                 remaining = awaited.intersection((*self._queued, *self._out))
             if len(remaining) == len(awaited):
-                return  # copies of the process that this one was forked from: they never end
+                return  # copies of a forked process's parent, which never end here
             awaited = remaining
 
     def make_room(self, drop: Callable[[], None] = lambda: None) -> None:
-        """The device is full, and something has to come back: what the library itself holds there goes.
+        """Frees device memory for a reload: waits for copies out, and drops prefetched bytes.
 
         Args:
-            drop: lets go of what was brought back early, in the lock.
+            drop: drops prefetched bytes, with the lock held.
         """
         with self._counting_wait(None):
-            self.wait_until_left()  # first: what is expected stays when its copy arrives
+            self.wait_until_left()  # before `drop`: an awaited storage becomes resident when its copy completes
             with self.lock:
                 self.poll()
                 drop()
@@ -286,7 +272,7 @@ class DeviceOffloader(Transfers):
             self.poll()
 
     def wait_until_over(self, transfers: Sequence[Transfer]) -> None:
-        """The host waits for ``transfers``; the caller that takes one up gets its failure."""
+        """Waits on the host for ``transfers``. A failure is raised later, to the caller that consumes the transfer."""
         for transfer in transfers:
             with suppress(OffloadError):
                 self.runtime.synchronize(transfer.event)

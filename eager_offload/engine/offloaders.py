@@ -1,4 +1,4 @@
-"""Which device has which runtime, tiers and offloader, for one ``Offload``."""
+"""Maps each device to its runtime, tiers and offloader, for one ``Offload``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from eager_offload.torch_private.captures import accelerator_in_use
 
 
 class Offloaders:
-    """The offloaders of one ``Offload``, one a device, made when it first saves a tensor. Methods take the lock."""
+    """The offloaders of one ``Offload``, each made when its device first saves a tensor. Methods take the lock."""
 
     def __init__(
         self,
@@ -41,27 +41,24 @@ class Offloaders:
         self._accounts = accounts
         self.given_runtime = given
         self.around_tier = around_tier
-        #: What the transfers of all devices do.
         self.transfer_log = TransferLog()
         self._offloaders: dict[torch.device, DeviceOffloader] = {}
-        self._outlived: list[DeviceOffloader] = []  # closed, and graphs of theirs are still alive
+        self._outlived: list[DeviceOffloader] = []  # closed, but still used by living graphs
         self._tiers: dict[Runtime, list[Tier]] = {}
-        #: All that were ever used.
         self._runtimes: set[Runtime] = set()
-        #: One for all runtimes, so that ``disk_budget`` bounds what they write together.
+        #: Shared by all runtimes, so that ``disk_budget`` limits their sum.
         self._disk: Tier | None = None
-        #: Bytes that were counted as written by each open tier.
+        #: Bytes of each open tier that ``disk_bytes_written`` includes already.
         self._written: dict[Tier, int] = {}
-        #: Whether the memory of the last step was noted at its end.
+        #: Whether the last step's memory peak was read at the end of that step.
         self._is_noted = False
-        #: Whether ``release_freed`` was called.
         self._releases = False
 
     def open_disk(self) -> None:
-        """Opens the disk tier that tensors will go to, so that a directory that cannot serve is an error at once.
+        """Opens the disk tier that tensors will go to, so that an unusable directory is an error at once.
 
         Raises:
-            ConfigError: one that was named cannot, or none could be found.
+            ConfigError: the given directory cannot be used, or no directory was found.
         """
         is_named = self._config.tier == "disk" or self._config.disk_path is not None
         is_plain = self.given_runtime is None and self._config.tier == "auto" and not keeps_cpu_tensors(self._config)
@@ -74,18 +71,18 @@ class Offloaders:
             if not lacks_descriptor(error):
                 raise
             return
-        if not is_named:  # it can serve; one that is never used holds no file
+        if not is_named:  # the default directory works; close the tier, so that an unused one holds no file
             for tier in self._tiers.pop(runtime):
                 tier.close()
             self._disk = None
 
     def reserve(self, nbytes: int) -> None:
-        """Has the host tier take ``nbytes`` for this process's accelerator, or for its CPU where it has none.
+        """Reserves ``nbytes`` of the host tier for this process's accelerator, or for its CPU if it has none.
 
-        Where ``"auto"`` comes to no host tier there is nothing to take.
+        Does nothing if the configuration has no host tier.
 
         Raises:
-            ConfigError: the only tier is the disk, as the configuration says.
+            ConfigError: the configuration has the disk tier only.
             CapacityError: the host tier has less room.
         """
         if self._config.tier == "disk":
@@ -109,7 +106,7 @@ class Offloaders:
         tier.warn(self._accounts.said)
 
     def of(self, device: torch.device) -> DeviceOffloader | KeepReason:
-        """The offloader of ``device``, or why its tensors stay.
+        """Returns the offloader of ``device``, or the reason why its tensors stay.
 
         Raises:
             ConfigError: the configuration cannot work with this device.
@@ -131,33 +128,31 @@ class Offloaders:
                 return KeepReason.FAILED
 
     def is_capturing(self) -> bool:
-        """Whether the calling thread's work on the selected accelerator goes into a graph that is being captured."""
         given = self.given_runtime
         if given is not None and given.is_capturing():
             return True
         return accelerator_in_use() and accelerator_runtime().is_capturing()
 
     def all(self) -> list[DeviceOffloader]:
-        """Every one that is open or that graphs have outlived: what becomes of them still counts."""
+        """Returns the open offloaders, and closed ones with living graphs or running copies, which still count."""
         with self._accounts.lock:
             self._outlived = [one for one in self._outlived if one.census().records or one.census().in_flight]
             return [*self._offloaders.values(), *self._outlived]
 
     def poll(self) -> None:
-        """Notices what has happened on every device; never blocks."""
         for offloader in self.all():
             with offloader.lock, offloader.locked() as transfers:
                 transfers.poll()
 
     def drop_crashed(self) -> None:
-        """Has offloaders made anew in place of those that an interrupt has crashed."""
+        """Removes crashed offloaders; new ones are made on demand: see [Note: interrupts]."""
         with self._accounts.lock:
             for offloader in [one for one in self._offloaders.values() if one.is_crashed]:
                 self._outlived.append(offloader)
                 del self._offloaders[offloader.device]
 
     def release_freed(self) -> None:
-        """Has freed memory go back to the system if CPU tensors may move; at the first call alone."""
+        """Has freed memory returned to the system if CPU tensors may move; acts once."""
         if self._releases:
             return
         self._releases = True
@@ -165,7 +160,6 @@ class Offloaders:
             host_runtime().release_freed(self._config.release_freed_memory)
 
     def release_idle(self) -> None:
-        """A forward begins."""
         self._is_noted = False
         for offloader in self.all():
             offloader.runtime.release_idle()
@@ -173,12 +167,11 @@ class Offloaders:
             tier.release_idle()
 
     def snapshot_peaks(self) -> None:
-        """Brings what the tiers measure into the counters."""
         counters = self._accounts.counters
         for tier in self.tiers():
             if tier.name == "disk":
                 counters.disk_bytes_peak = max(counters.disk_bytes_peak, tier.peak_bytes)
-                # Of the device, not of the tier: an accelerator's bytes spill to a disk as well.
+                # By device, not by tier: an accelerator's bytes may spill to disk too.
                 moves_cpu_tensors = torch.device("cpu") in self._offloaders
                 counters.keeps_freed_memory = moves_cpu_tensors and keeps_freed_memory()
                 counters.releases_freed_memory = moves_cpu_tensors and trim.is_on
@@ -189,20 +182,19 @@ class Offloaders:
             written = tier.written_bytes
             counters.disk_bytes_written += written - self._written.get(tier, 0)
             self._written[tier] = written
-        if not self._is_noted:  # in the midst of a step
+        if not self._is_noted:  # within a step
             self.note_step_peak()
             self._is_noted = False
 
     def note_step_peak(self) -> None:
-        """Has the counters tell of a step, whose backward is over, how much memory it took."""
         for device, offloader in self._offloaders.items():
             self._accounts.counters.step_memory_peak = offloader.runtime.step_peak(device)
         self._is_noted = True
 
     def restart_counters(self) -> None:
-        """Starts counting anew, with the peaks at what is held now."""
+        """Resets the counters; peaks restart at the amounts held now."""
         with self._accounts.lock:
-            self.snapshot_peaks()  # what was written so far is not counted any more
+            self.snapshot_peaks()  # bytes written so far must not be counted after the reset
             before = self._accounts.counters
             plan = None if before.plan is None else replace(before.plan, peak_bytes=None, step_seconds=None)
             counters = self._accounts.counters = Counters(before.live, plan, before.planned, before.stage)
@@ -213,11 +205,11 @@ class Offloaders:
                 tier.restart_peak()
 
     def close(self, forget: Callable[[], None]) -> None:
-        """Waits for what is on its way and gives every tier back; both are made again when they are needed.
+        """Waits for all transfers and closes every tier. Offloaders and tiers are made again on demand.
 
         Args:
-            forget: has callers ask anew which offloaders there are; called in the change that drops these, so that no
-                other thread saves a tensor in between.
+            forget: makes callers look up their offloaders again. Called under the lock that guards the removal, so
+                that no other thread saves a tensor in between.
         """
         for offloader in self.all():
             offloader.synchronize()
@@ -230,12 +222,12 @@ class Offloaders:
             self._tiers, self._written, self._disk = {}, {}, None
         for tier in tiers:
             tier.close()
-        self.all()  # lets go of those that no graph has outlived, and of their tiers
-        for runtime in list(self._runtimes):  # graphs that were alive the last time may have used one since
+        self.all()  # drops offloaders without living graphs, and thereby their tiers
+        for runtime in list(self._runtimes):  # including earlier ones: living graphs may have used them since
             runtime.detach_user(self._accounts)
 
     def runtime_of(self, device: torch.device) -> Runtime | None:
-        """What moves the bytes of the tensors of ``device``; ``None`` where they cannot move."""
+        """Returns the runtime that moves tensors of ``device``; ``None`` if they cannot move."""
         if device.type == "cpu":
             return self.given_runtime or (None if keeps_cpu_tensors(self._config) else host_runtime())
         if (found := torch.accelerator.current_accelerator()) is not None and found.type == device.type:
@@ -243,7 +235,6 @@ class Offloaders:
         return None
 
     def tiers(self) -> list[Tier]:
-        """Every tier that is open."""
         return list(dict.fromkeys(tier for opened in list(self._tiers.values()) for tier in opened))
 
     def _open(self, device: torch.device) -> DeviceOffloader | KeepReason:
@@ -251,7 +242,7 @@ class Offloaders:
         if runtime is None:
             return KeepReason.LAYOUT if device.type == "meta" else KeepReason.DEVICE
         if runtime.is_capturing(device):
-            return KeepReason.REGION  # its tiers cannot be opened now: they ask the driver how memory can be pinned
+            return KeepReason.REGION  # opening tiers asks the driver how to pin memory, which a capture forbids
 
         def used() -> int | None:
             memory = runtime.memory(device)
@@ -267,7 +258,7 @@ class Offloaders:
         return offloader
 
     def _open_tiers(self, runtime: Runtime) -> list[Tier]:
-        """Opens the tiers of ``runtime``, which serves this object until that is closed."""
+        """Opens the tiers of ``runtime`` and registers this object as a user until ``close``."""
         tiers = self._tiers_of(runtime)
         self._runtimes.add(runtime)
         runtime.attach_user(self._accounts)
@@ -279,7 +270,6 @@ class Offloaders:
         return self._tiers[runtime]
 
     def _new_tiers(self, runtime: Runtime) -> list[Tier]:
-        """The tiers of ``runtime``, the one that is to be filled first in front."""
         config, on_device = self._config, isinstance(runtime, AcceleratorRuntime)
         if config.tier == "auto" and on_device and config.disk_path is not None:
             return [self._host_tier(runtime), self._disk_tier()]
@@ -309,14 +299,13 @@ class Offloaders:
 
 
 def _new_pool(runtime: Runtime, *, pin_memory: bool) -> Pool:
-    """A pool over the host buffers of ``runtime``, which takes no more than the machine has to give."""
     allocate = runtime.host_buffer
     more: dict[str, Any] = {}
     if isinstance(runtime, AcceleratorRuntime):
         allocate = partial(runtime.host_buffer, pin_memory=pin_memory)
-        # Pinning costs milliseconds, and the next step needs the same slabs again: none goes back before the end.
+        # Pinning takes milliseconds, and the next step needs the same slabs: none is freed before the end.
         more = {"idle_bytes": sys.maxsize, "sizes": runtime.slab_sizes(pin_memory=pin_memory)}
-    # What is pinned has to be unpinned before it is back.
+    # A freed pinned buffer has to be unpinned before its memory is available: `poll` does that.
     return Pool(allocate, bound=host_bound, on_freed=runtime.poll, **more)
 
 

@@ -1,4 +1,4 @@
-"""A copy of saved bytes, either way, and what is counted of bytes that may move."""
+"""The state and the counts of saved bytes that may move, and one copy of such bytes."""
 
 from __future__ import annotations
 
@@ -19,52 +19,49 @@ T = TypeVar("T")
 
 
 class State(Enum):
-    """Where saved bytes are between their pack and the end of their last handle."""
+    """The state of saved bytes between their pack and the end of their last handle."""
 
     WAITING = auto()
-    """The source is held; its copy has not started."""
+    """The source is held; its copy is not due yet."""
     LEAVING = auto()
-    """The copy is on its way; the source is still held."""
+    """The copy is queued or runs; the source is held."""
     AWAY = auto()
-    """The bytes rest in a tier, and the source was released."""
+    """The bytes are stored in a tier; the source was released."""
     KEPT = auto()
-    """They could not leave (or must not) and stay, for the reason that was counted."""
+    """The bytes stay on the device, for the reason that was counted."""
 
 
-#: The same, each by its name: before Python 3.12, to ask the class for a member takes as long as some calls of
-#: functions, and each saved tensor is asked about a dozen times.
+#: Aliases: before Python 3.12 an attribute of an Enum class costs as much as several calls, and each saved tensor's
+#: state is compared about a dozen times.
 WAITING, LEAVING, AWAY, KEPT = State
 
 
 class CountedBytes:
-    """What is counted of saved bytes that may move: of ``Transfers``, so the lock is theirs."""
+    """The counts of saved bytes that may move. The lock of their ``Transfers`` guards them."""
 
-    #: What becomes of bytes that did not arrive, for the warning.
+    #: The warning's text on bytes whose copy failed.
     fallback: ClassVar[str] = "the saved tensor stays on {device}"
-    #: None: classes of these have ``COUNTED`` among theirs, since a weak reference takes no second base with slots.
+    #: Empty: subclasses list ``COUNTED`` instead, since a weak reference allows only one base class with slots.
     __slots__ = tuple[str, ...]()
     state: State
-    #: Where the bytes are counted, and how many: those of the view that was saved first.
+    #: The counters of these bytes, and their number: the size of the first saved view.
     counters: Counters
     logical_bytes: int
-    #: Those of the device that they take where they stay.
     device_bytes: int
-    #: Where what is alive is counted, and the storage that they are in; ``None``: they are in none that is followed.
+    #: The accounts of live bytes, and the record of their storage; ``None`` if the stats do not follow a storage.
     live: LiveBytes
     storage: LiveStorage | None
-    #: Without a storage: the bytes that autograd would hold because of them.
+    #: Bytes that autograd would hold without offload, if no storage is followed.
     autograd_bytes: int
-    #: Bytes beside their storage that they take on the device where they stay.
+    #: Device bytes outside the storage that they occupy if kept.
     apart_bytes: int
-    #: Those that stay whatever becomes of these, for as long as the owner lives.
+    #: Further bytes that stay on the device as long as the owner lives.
     beside_bytes: int
-    #: Bytes of further saves that are counted there as shared with these.
+    #: Bytes of further saves of the same storage.
     shared_bytes: int
-    #: Why they stay, or are counted as long as they have not left.
     kept: KeepReason
-    #: Whether they were asked for since they left.
+    #: Whether backward has unpacked them since they left.
     asked: bool
-    #: Whether the owner has died.
     is_gone: bool
 
     def save(
@@ -78,8 +75,8 @@ class CountedBytes:
         """Counts ``nbytes`` bytes as kept for ``reason``, until they leave.
 
         Args:
-            device_bytes: those of the device that they take where they stay.
-            storage: what they are in, if it is to be followed to its end.
+            device_bytes: the device bytes that they occupy if kept.
+            storage: their storage, if the stats shall follow it until it dies.
         """
         self.counters, self.logical_bytes, self.kept, self.device_bytes = counters, nbytes, reason, device_bytes
         self.live = live = counters.live
@@ -95,14 +92,14 @@ class CountedBytes:
         counters.kept(reason, nbytes)
 
     def keep_beside(self, nbytes: int) -> None:
-        """Counts ``nbytes`` bytes more as alive for as long as the owner lives."""
+        """Counts ``nbytes`` further bytes as alive for as long as the owner lives."""
         self.beside_bytes = nbytes
         self.live.on_device += nbytes
         self.live.without_offload += nbytes
         self.counters.note_live()
 
     def stay(self, reason: KeepReason) -> None:
-        """The bytes have not left, or did not arrive, and stay, and with them every save that shares them."""
+        """Counts the bytes, and all saves that share them, as kept: they did not leave, or their copy failed."""
         counters, nbytes = self.counters, self.logical_bytes
         if self.state is not KEPT and not self.is_gone:
             self.live.on_device += self.apart_bytes
@@ -111,14 +108,14 @@ class CountedBytes:
         else:
             counters.offloaded_bytes -= nbytes
             counters.offloaded_tensors -= 1
-            if self.asked:  # which makes them no more forwarded than any others that stay
+            if self.asked:  # kept bytes are not counted as forwarded
                 counters.forwarded_bytes -= nbytes
         counters.kept_bytes[reason] += nbytes + self.shared_bytes
         counters.shared_bytes -= self.shared_bytes
         self.state, self.kept = KEPT, reason
 
     def on_unpack(self, *, resident: bool) -> None:
-        """Backward asks for the bytes, which have left; they may be resident all the same."""
+        """Counts the first unpack since the bytes left; ``resident``: they are still or again on the device."""
         if not self.asked:
             self.asked = True
             if resident:
@@ -127,20 +124,18 @@ class CountedBytes:
                 self.counters.reloaded_bytes += self.logical_bytes
 
     def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
-        """The copy out is over: ``state`` says whether the bytes rest in a tier, or have stayed because it failed."""
+        """Called when the copy out is over; ``state`` is AWAY, or KEPT if the copy failed."""
 
 
-#: The slots of ``CountedBytes``.
 COUNTED = tuple(name for name in CountedBytes.__annotations__ if name != "fallback")
 
 
 class BytesRecord(FinalizerRecord[T], CountedBytes):
-    """A weak reference to what owns saved bytes, with what is counted of them: a transfer may end after its owner."""
+    """A weak reference to the owner of saved bytes, with their counts: a transfer may outlive the owner."""
 
     __slots__ = COUNTED
 
     def on_finalized(self) -> None:
-        """The owner has died."""
         self.is_gone = True
         live = self.live
         live.without_offload -= self.autograd_bytes + self.beside_bytes
@@ -152,7 +147,7 @@ class BytesRecord(FinalizerRecord[T], CountedBytes):
 
 
 class Transfer:
-    """A copy of bytes out of a device or back. It holds none of them: its offloader does, until it is over."""
+    """One copy of bytes, out or back. The offloader, and not this object, holds the memory until the copy is over."""
 
     __slots__ = (
         "__weakref__",
@@ -180,25 +175,24 @@ class Transfer:
         record: CountedBytes | None = None,
         source: torch.UntypedStorage | None = None,
     ) -> None:
-        #: When the copy is over; `None` before it has started.
+        #: Completes with the copy; `None` before the copy has started.
         self.event: Event = None
-        #: Of its slot, which only the copy and the owner of the bytes hold.
+        #: The record of the slot: only the copy and the owner of the bytes hold the slot.
         self.slot, self.tier = slot.record, slot.tier
-        #: The bytes of the device that the library holds for it, and whether it still does.
+        #: Device bytes that the library holds for this copy, and whether it still does.
         self.nbytes = nbytes
         self.is_held = True
-        #: Where those of them are counted that are in no storage which is, and how many.
+        #: The bytes that `live` counts for this copy: those outside storages that the stats follow.
         self.live: LiveBytes | None = None
         self.live_nbytes = 0
-        #: Whether it does when the copy is over, until ``DeviceOffloader.release``.
+        #: Whether the bytes stay held after the copy, until ``drop_resident``.
         self.held_after = False
-        #: Where the link's bytes and seconds are counted, and how many were.
+        #: The counters of the link, and the bytes that the copy moves.
         self.counters = counters
         self.moved = slot.nbytes
-        #: Whose bytes leave; `None` for those that come back.
         self.record = record
-        #: What is copied out, and where it had its bytes, which it has to have there until the copy is over: see
-        #: [Note: memory that is replaced] in `transfers.py`. None of these for what was gathered.
+        #: The source storage with its address and size, which must not change during the copy: see
+        #: [Note: replaced memory] in `transfers.py`. Unset for gathered bytes.
         self.source: Callable[[], torch.UntypedStorage | None] | None = None
         if source is not None:
             self.source, self.address, self.source_nbytes = weak_storage(source), source.data_ptr(), source.nbytes()

@@ -1,15 +1,15 @@
-"""What the transfers of one ``Offload`` do, in one list: the engine writes it, others read it.
+"""One log of the transfers of an ``Offload``: the engine writes entries, readers turn them into seconds.
 
-    stats      read waits, each once its device has passed it     here
-    budgets    read the waits of a step                           eager/keeping.py
-    traces     read everything, at once                           observe/trace.py
+    stats      count each wait once its device has passed it     here
+    budgets    read the waits of a step                          eager/keeping.py
+    traces     read every entry as soon as it is written         observe/trace.py
 
 [Note: entries of the log]
-Waits are always written: stats count them. Copies and what graphs offload are written while a trace runs: the writer
-looks at ``on_entry`` first, so that nothing is made that nobody reads. How long a wait or a copy took is not known when
-it is written, and nobody waits for that: an entry has moments and events, which its reader turns into seconds later. A
-trace shows which module the thread is in and how many bytes are held, so it reads in the call that writes. An entry
-goes when all readers have read it, or when the list is full: then the oldest one goes unread.
+Waits are always logged, for the stats. Copies and offloads by graphs are logged only while a trace runs; the writer
+checks ``on_entry`` first, so that it makes no entry without a reader. The duration of a wait or a copy is not known
+when the entry is written, and the writer does not wait for it: an entry has moments and events, from which its reader
+computes seconds later. A trace needs the current module and the bytes held at that moment, so it reads within the call
+that writes. An entry is dropped once all readers have read it. If the log is full, the oldest entry is dropped unread.
 """
 
 from __future__ import annotations
@@ -25,56 +25,49 @@ from eager_offload.runtime.base import Event, Moment, Runtime
 from eager_offload.stats import Counters
 from eager_offload.tiers.forking import Living
 
-#: How many entries the list holds.
+#: Most entries in the log.
 _MOST = 1 << 16
 
 
 class Copied(NamedTuple):
-    """A copy was enqueued."""
-
     device: torch.device
     #: ``"offload"``, ``"reload"`` or ``"prefetch"``.
     what: str
     nbytes: int
     tier: str
-    #: Stands behind the copy.
+    #: Recorded after the copy.
     event: Event
-    #: Of the saved storage; ``None`` for bytes of a compiled graph.
+    #: The key of the saved storage; ``None`` for bytes of a compiled graph.
     key: int | None
 
 
 class Waited(NamedTuple):
-    """Compute or the host has waited for transfers."""
-
     device: torch.device
     runtime: Runtime
-    #: The transfer that was waited for; empty where a tier grew, or several transfers had to be over.
+    #: The kind of transfer; empty if a tier grew, or if several transfers had to be over.
     what: str
-    #: Whether it was so that others may leave.
+    #: Whether the wait made room for other copies out.
     fills_window: bool
-    #: Moments of the stream that computes, on either side of the wait.
+    #: Moments of the compute stream before and after the wait.
     before: Moment
     after: Moment
-    #: When the wait began on the host.
+    #: The host's moment when the wait began.
     called: Moment
-    #: Where the wait is counted.
+    #: The counters to which the wait is added.
     counters: Counters
 
     def seconds(self) -> float | None:
-        """Returns the seconds that compute has waited; ``None`` while its device has not passed the wait."""
+        """Returns how long compute waited, in seconds; ``None`` while its device has not passed the wait."""
         return self.runtime.seconds_between(self.before, self.after)
 
     def synchronize(self) -> None:
-        """Makes the host wait until the device has passed the wait."""
         if not isinstance(self.after, float):
             self.runtime.seconds_between(self.before, self.after, synchronize=True)
 
 
 class GraphOffloaded(NamedTuple):
-    """A compiled graph offloads bytes."""
-
     record: CountedBytes
-    #: With the first offload of a graph, what else it keeps: see ``stats.kept_by_graph``. Else empty.
+    #: At the first offload of a graph, the saves that the graph keeps (see ``stats.kept_by_graph``); else empty.
     region: str
 
 
@@ -82,7 +75,7 @@ Entry: TypeAlias = Copied | Waited | GraphOffloaded
 
 
 class Reader:
-    """A place in a log: what is written from there on has not been read by its owner."""
+    """A position in the log: its owner has read the entries before."""
 
     __slots__ = ("__weakref__", "position")
 
@@ -91,31 +84,30 @@ class Reader:
 
 
 class TransferLog:
-    """See the module. All of it needs the lock of the accounts."""
+    """The log. All methods require the lock of the accounts."""
 
     def __init__(self) -> None:
         self._entries: deque[Entry] = deque()
         self._readers: Living[Reader] = Living()
         #: The number of the next entry.
         self.end = 0
-        #: Reads each entry in the call that writes it, while a trace runs.
+        #: Called after each entry while a trace runs; it reads the entry.
         self.on_entry: Callable[[], None] | None = None
-        #: What the stats have read.
+        #: The position of the stats.
         self.counted = self.reader()
 
     @property
     def begin(self) -> int:
-        """The number of the oldest entry that is held: counted, as an interrupt may part an entry from its number."""
+        """The number of the oldest entry; computed, because an interrupt could separate a stored number from it."""
         return self.end - len(self._entries)
 
     def reader(self) -> Reader:
-        """Returns a reader of what is written from here on; what it has not read is held for as long as it lives."""
+        """Returns a reader of future entries; unread entries are held as long as the reader lives."""
         reader = Reader(self.end)
         self._readers.add(reader)
         return reader
 
     def write(self, entry: Entry) -> None:
-        """Appends ``entry``."""
         self._entries.append(entry)
         self.end += 1
         if self.on_entry is not None:
@@ -124,15 +116,17 @@ class TransferLog:
             self._entries.popleft()
 
     def read(self, reader: Reader, end: int | None = None) -> Iterator[Entry]:
-        """Yields what ``reader`` has not read, up to ``end``; an entry is read once the next one is asked for."""
+        """Yields the unread entries before ``end``; an entry counts as read when the next one is requested."""
         reader.position = max(reader.position, self.begin)
         while reader.position < (self.end if end is None else end):
             yield self._entries[reader.position - self.begin]
             reader.position += 1
 
     def count_stalls(self) -> None:
-        """Counts the waits that their device has passed, in the order in which they ended on the host, and lets go of
-        what all readers have read."""
+        """Counts the waits that their devices have passed, in the order in which they ended on the host.
+
+        Then drops the entries that all readers have read.
+        """
         for entry in self.read(self.counted):
             if isinstance(entry, Waited):
                 if (seconds := entry.seconds()) is None:
@@ -143,5 +137,4 @@ class TransferLog:
             entries.popleft()
 
     def uncounted(self) -> list[Waited]:
-        """Returns the waits that are not counted yet."""
         return [entry for entry in self.read(Reader(self.counted.position)) if isinstance(entry, Waited)]

@@ -1,20 +1,24 @@
-"""The copies of one device on their way: started, taken up, completed, counted.
+"""The copies of one device: queued, started, completed, counted.
 
 [Note: keepalives]
-What a copy reads and writes must outlive it, whatever drops its references meanwhile. So from the moment that a copy is
-enqueued until its event is over, the offloader holds both ends. Where the copy itself does, which its runtime says with
-``copies_hold_their_ends``, they go when it ends and not at the next call of the library. When the offloader goes first,
-the runtime holds them.
+The source and the target of a copy must outlive the copy, even if every other reference to them is dropped. So the
+offloader holds both from the moment that a copy is enqueued until its event has completed. If the copies of a runtime
+hold both themselves (``copies_hold_their_ends``), the two are released when the copy ends instead of at the next call
+of the library. If the offloader dies first, the runtime holds them.
 
-[Note: copies that are held back]
-A copy that a transfer stream has been given cannot be taken back. Given all that the window allows, a slow link would
-hold sources that backward has long done with, and the device's peak would rise above that without offload.
-So a stream has two copies at a time (``_ALWAYS``), and as many for each further disk: the one that runs, and one that
-begins when that is over, since the host turns to it only with the next save, and the link would be idle until then. It
-has more, as much as it carries in the meantime (``_AHEAD_SECONDS``), if that is little of what the device would hold
-anyway (``_AHEAD_PART``). The others wait in the offloader, ordered by an event that is recorded at once; they are
-cancelled when backward asks for their bytes, and when their graph goes. On a CPU, where a transfer stream is a thread,
-that takes the next ones by itself when it has done what it was given (``poll_from_thread``).
+[Note: queued copies]
+A copy cannot be cancelled once a transfer stream has it. If the stream had all copies that fit into the window, a slow
+link would keep sources alive that backward has already used, and the device's peak would exceed the peak without
+offload. So the offloader gives a stream only:
+
+1. two copies (``_ALWAYS``), and two more for each further disk: one that runs, and one that starts as soon as the first
+   is over. The host hands over the next copy only at the next save; the link would be idle until then;
+2. more copies, as many as the link carries in ``_AHEAD_SECONDS``, if their bytes are a small part of the memory held
+   anyway (``_AHEAD_PART``).
+
+The other copies wait in the offloader, ordered by an event that is recorded at once. They are cancelled if backward
+needs their bytes or their graph dies. On a CPU a transfer stream is a thread, which takes the next copies by itself
+when it is idle (``poll_from_thread``).
 """
 
 from __future__ import annotations
@@ -39,50 +43,45 @@ from eager_offload.tiers.forking import UnderWayAtFork, tell_after_fork
 from eager_offload.torch_private.autograd import profiled, profiler_is_on
 
 _NO_THREAD = (
-    "the system starts no thread for transfers, so compute waits for each of them. What binds is a limit of threads: "
-    "ulimit -u, the pids limit of a container or a job, or memory for stacks. Raise it, or start fewer workers"
+    "no transfer thread could be started, so every copy blocks compute. Likely cause: a limit on threads (ulimit -u, "
+    "the pids limit of a container or a job) or too little memory for stacks. Raise it, or use fewer workers"
 )
 
 
-#: How many copies a stream is given, however large they are.
+#: Copies that a stream always has, of any size.
 _ALWAYS = 2
-#: For how long a stream is given more; seconds.
+#: Time for which a stream is given further copies, in seconds.
 _AHEAD_SECONDS = 1e-3
-#: Of the bytes that autograd would hold without offload, the part up to which a stream is given more. It is by so much,
-#: or by the copies that it always has, that the device's peak may rise above that.
+#: Most bytes of further copies, as a part of the bytes that autograd would hold without offload. The device's peak may
+#: exceed that amount by this part, or by the bytes of the ``_ALWAYS`` copies.
 _AHEAD_PART = 1 / 32
 
 
 class _Queued(NamedTuple):
-    """What a copy out will be made of, when its stream may have it."""
-
     source: Tensor | torch.UntypedStorage
     slot: Slot
-    #: Behind what computes ``source``.
+    #: Events after which ``source`` is final.
     after: tuple[Event, ...]
     key: int | None
 
 
 class Shortage(NamedTuple):
-    """What a storage that has to leave waits for."""
+    """Why a due storage cannot leave yet."""
 
-    #: Of a slot for which a tier has to grow; 0 where the window is full.
+    #: The size of the slot for which a tier has to grow; 0 if the window is full.
     nbytes: int
 
 
 @dataclass(slots=True)
 class ReservedSlot:
-    """What came of a search for a slot of ``nbytes`` bytes; nothing else holds the slot."""
+    """A slot of ``nbytes`` bytes that was reserved ahead, or ``None`` if no tier had room."""
 
     nbytes: int
     slot: Slot | None
 
 
 class Transfers:
-    """The transfers of one device, in both directions: what needs the lock, see ``DeviceOffloader.locked``.
-
-    Nothing here waits, and nothing takes the lock.
-    """
+    """The transfers of one device, in both directions. Methods require the lock and never wait or acquire it."""
 
     #: Whether they are those of a step of which a graph is captured: see ``captured.py``.
     is_captured: ClassVar[bool] = False
@@ -100,32 +99,28 @@ class Transfers:
         self.device = device
         self.runtime = runtime
         self.tiers = tiers
-        #: Whose lock all of this needs.
+        #: The accounts' lock guards this object.
         self.accounts, self.lock = accounts, accounts.lock
         self.transfer_log = transfer_log
-        #: See [Note: an interrupt is a crash of the offloader] in ``offloader.py``.
+        #: See [Note: interrupts] in ``offloader.py``.
         self.is_crashed = False
-        #: Of the runtime; here, since every pack and unpack asks.
         self.can_capture = runtime.can_capture
-        #: How much may be on its way, each way.
         self.windows = windows
-        #: Bytes on their way out.
         self.inflight_bytes = 0
-        #: Bytes on the device that the library holds: newest, on their way out, brought back and not asked for yet.
+        #: Bytes that the library holds on the device: newest, leaving, or prefetched.
         self.resident_bytes = 0
         self.out_rate, self.in_rate = Rate(), Rate()
-        #: What is known of everything that has a living owner, and of what has died since the last poll.
+        #: Records of live owners, and records whose owner has died since the last poll.
         self.records: set[Any] = set()
         self.finalized: deque[Any] = deque()
-        #: Its ``append``, for the records: each would make another one.
+        #: The bound method, kept so that records do not create one each.
         self.on_death = self.finalized.append
-        # Ordered ones: to find the first entry of a `dict`, Python walks over all that was taken out before it.
+        # OrderedDict: to find its first entry, a `dict` walks over all entries that were deleted before it.
         self._queued: OrderedDict[Transfer, _Queued] = OrderedDict()
-        self._held_back_bytes = 0
-        # What is on its way, each with its keepalive; the one that started first in front.
+        self._queued_bytes = 0
+        # Running copies, oldest first, each with its keepalive.
         self._out: OrderedDict[Transfer, object] = OrderedDict()
         self._in: OrderedDict[Transfer, object] = OrderedDict()
-        #: Copies out that are not over, by what counts their bytes.
         self._leaving: dict[CountedBytes, Transfer] = {}
         if not runtime.copies_hold_their_ends:
             runtime.outlive(self, self._out)
@@ -133,7 +128,7 @@ class Transfers:
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        """The accounts, which are older, have another lock by now; copies that no stream was given are the parent's."""
+        """Takes the accounts' new lock (they are forked first), and drops the queued copies: the parent makes them."""
         self.lock = self.accounts.lock
         for transfer in list(self._queued):
             self.cancel(transfer)
@@ -142,7 +137,6 @@ class Transfers:
             transfer.record.on_transferred(transfer, UnderWayAtFork())
 
     def refuses_saves(self) -> bool:
-        """Whether what is saved now stays."""
         return self.runtime.is_capturing(self.device)
 
     @cached_property
@@ -156,19 +150,14 @@ class Transfers:
     def _stream(self, direction: Direction) -> Stream:
         return self.runtime.transfer_stream(self.device, direction)
 
-    # -- out --------------------------------------------------------------------------------------------------------
-
     def slot_for(self, nbytes: int, found: ReservedSlot | None) -> Slot | Shortage | None:
-        """Returns a slot for ``nbytes`` bytes that are to leave now, or what they wait for.
+        """Returns a slot for a copy out of ``nbytes`` that starts now, or the shortage that prevents the copy.
 
-        A storage larger than the window may leave alone.
+        A storage larger than the window leaves alone. ``None``, with a warning, if no tier has room.
 
         Args:
-            found: a slot is taken if the size matches. One that was found for others, which have died meanwhile, goes
-                back first. None is found any more afterwards.
-
-        Returns:
-            ``None`` where no tier has room, which is counted and warned of.
+            found: a reserved slot, used if the size matches. Otherwise it was reserved for a storage that has died,
+                and is returned first. Empty after the call.
         """
         if self.inflight_bytes + nbytes > self.windows.inflight and (self._out or self._queued):
             self.poll()
@@ -192,7 +181,6 @@ class Transfers:
         return None
 
     def _note_tier(self, tier: Tier) -> None:
-        """Counts, and warns once, that a slot is in a further ``tier`` since the first one is full."""
         first = self.tiers[0]
 
         def message() -> str:
@@ -205,7 +193,7 @@ class Transfers:
         self.accounts.fall_back(f"{first.name}_to_{tier.name}", message)
 
     def _note_no_room(self, nbytes: int, fallback: str | None = None) -> None:
-        """Counts, and warns once, that no tier has room; ``fallback`` says what becomes of the bytes."""
+        """Counts, and warns once, that no tier has room; ``fallback`` is the warning's text on the bytes."""
 
         def message() -> str:
             names = " and ".join(tier.name for tier in self.tiers)
@@ -233,24 +221,24 @@ class Transfers:
         keepalive: object = None,
         key: int | None = None,
     ) -> None:
-        """Has ``source`` copied into ``slot``, as it is after what ``stream`` has to do so far.
+        """Starts or queues a copy of ``source`` into ``slot``, ordered after the work queued on ``stream``.
 
-        ``transfer.nbytes`` bytes count as resident already, and do so until the copy is over.
+        ``transfer.nbytes`` bytes already count as resident, until the copy is over.
 
         Args:
-            source: flat ``uint8``, of the slot's size; or a storage, where the runtime ``copies_storages``.
-            stream: that which computes ``source``.
-            at_once: whether the copy is waited for soon; else see [Note: copies that are held back].
-            keepalive: what ``source`` is computed from, which is held until ``stream`` has got so far.
-            key: of the saved storage, for traces.
+            source: flat ``uint8`` of the slot's size, or a storage if the runtime ``copies_storages``.
+            stream: the stream that computes ``source``.
+            at_once: whether the copy is waited for soon, and must not be queued: see [Note: queued copies].
+            keepalive: the inputs from which ``source`` is computed, held until ``stream`` has computed it.
+            key: the key of the saved storage, for traces.
         """
         runtime, counters, record = self.runtime, transfer.counters, transfer.record
         assert record is not None
-        # Noted now: what computes later may write over the source. Where the host computes, it has.
+        # Recorded now, because later work may write to the source. If the host computes, the source is final already.
         after = () if runtime.has_one_stream else (runtime.record(stream),)
         if keepalive is not None and after and not runtime.query(after[0]):
             runtime.keep_until(after[0], keepalive)
-        counters_of_save = record.counters  # before a reset, it may be
+        counters_of_save = record.counters  # may be older than the last reset
         counters_of_save.kept_bytes[record.kept] -= record.logical_bytes
         counters_of_save.offloaded_bytes += record.logical_bytes
         counters_of_save.offloaded_tensors += 1
@@ -265,58 +253,53 @@ class Transfers:
             self._enqueue(transfer, slot, source, slot, after, "offload", key)
         else:
             self._queued[transfer] = _Queued(source, slot, after, key)
-            self._held_back_bytes += transfer.moved
-            self._start_held_back()
+            self._queued_bytes += transfer.moved
+            self._start_queued()
 
     @property
     def leaving_bytes(self) -> int:
-        """Bytes of the device that are held for copies out."""
         return sum(transfer.nbytes for transfer in self._leaving.values() if transfer.is_held)
 
     def cancel_copy_of(self, record: CountedBytes) -> bool:
-        """Does ``cancel`` for the copy out of what ``record`` counts; ``False`` where there is none."""
+        """Cancels the copy out of ``record``'s bytes; ``False`` if there is none, or if it has started."""
         transfer = self._leaving.get(record)
         return transfer is not None and self.cancel(transfer)
 
     def cancel(self, transfer: Transfer) -> bool:
-        """Keeps a copy out from starting, so that its bytes stay; ``False`` where it has started."""
+        """Prevents a copy out from starting, so that its bytes stay; ``False`` if the copy has started."""
         if self._queued.pop(transfer, None) is None:
             return False
-        self._held_back_bytes -= transfer.moved
+        self._queued_bytes -= transfer.moved
         self._leaving.pop(cast(CountedBytes, transfer.record), None)
         self.inflight_bytes -= transfer.moved
         transfer.counters.bytes_out -= transfer.moved
         self.drop_resident(transfer)
         return True
 
-    def _start_held_back(self) -> None:
-        """Gives the transfer stream as many copies as it may have."""
+    def _start_queued(self) -> None:
         if self.is_crashed:
             self._queued.clear()
-            self._held_back_bytes = 0
+            self._queued_bytes = 0
         while self._queued:
             transfer = next(iter(self._queued))
             if len(self._out) >= _ALWAYS:
                 carried = (self.out_rate.value or 0.0) * _AHEAD_SECONDS
                 ahead = min(carried, self.accounts.counters.live.without_offload * _AHEAD_PART)
                 most = max(ahead, self.runtime.given_bytes)
-                if self.inflight_bytes - self._held_back_bytes + transfer.moved > most:
+                if self.inflight_bytes - self._queued_bytes + transfer.moved > most:
                     return
-            what = self._queued.pop(transfer)
-            self._held_back_bytes -= transfer.moved
-            # See [Note: memory that is replaced].
+            queued = self._queued.pop(transfer)
+            self._queued_bytes -= transfer.moved
+            # See [Note: replaced memory].
             source = None if transfer.source is None else transfer.source()
             if source is None or (source.data_ptr() == transfer.address and source.nbytes() >= transfer.source_nbytes):
-                self._enqueue(transfer, what.slot, what.source, what.slot, what.after, "offload", what.key)
+                self._enqueue(transfer, queued.slot, queued.source, queued.slot, queued.after, "offload", queued.key)
             else:
                 self._fail(transfer, _replaced(transfer))
 
     def _fail(self, transfer: Transfer, failure: OffloadError) -> None:
-        """A copy out could not be enqueued."""
         self._out[transfer] = None
         self.complete(transfer, failure)
-
-    # -- back -------------------------------------------------------------------------------------------------------
 
     def reload(
         self,
@@ -329,29 +312,30 @@ class Transfers:
         held_after: bool = True,
         key: int | None = None,
     ) -> tuple[Tensor, Transfer]:
-        """Starts to copy ``slot`` into new memory of the device; which may not be read before a ``wait``.
+        """Starts to copy ``slot`` into new device memory, which may not be read before a ``wait``.
 
         Args:
-            layout: of the new memory, which is allocated on ``stream``.
+            layout: the layout of the new memory, which is allocated on ``stream``.
             what: ``"reload"`` or ``"prefetch"``, for traces.
-            after: what the copy comes after.
-            held_after: whether the new memory counts until ``drop_resident``; else until the copy is over.
+            after: events that the copy waits for.
+            held_after: whether the new memory counts as resident until ``drop_resident``, or only until the copy is
+                over.
 
         Raises:
-            torch.OutOfMemoryError, MemoryError: the device has no memory for it.
+            torch.OutOfMemoryError, MemoryError: the device is full.
         """
         runtime, counters = self.runtime, self.accounts.counters
         target = runtime.allocate(layout, self.device, stream)
-        # [Note: the block's last owner] An allocator hands out a block whose last owner's kernels may still be queued
-        # on `stream`. The transfer stream writes to it, so it waits for an event recorded after the allocation.
-        # Where compute has one stream only, that is the host, which has done what it was asked to.
+        # [Note: the block's last owner] An allocator hands out a block while kernels of its last owner may still be
+        # queued on `stream`. The transfer stream writes to the block, so it waits for an event recorded after the
+        # allocation. If the host computes, no kernels are queued.
         if not runtime.has_one_stream:
             after = (runtime.record(stream), *after)
         transfer = Transfer(slot, layout.nbytes, counters)
         transfer.held_after = held_after
         self._enqueue(transfer, target, slot, slot, after, what, key)
         counters.bytes_in += slot.nbytes
-        # As in `add_resident`, which would be a call more.
+        # `add_resident` inlined, to save a call.
         live = transfer.live = counters.live
         transfer.live_nbytes = layout.nbytes
         live.on_device += layout.nbytes
@@ -360,13 +344,11 @@ class Transfers:
             counters.note_resident(self.resident_bytes)
         return target, transfer
 
-    # -- either way -------------------------------------------------------------------------------------------------
-
     def add_resident(self, nbytes: int, transfer: Transfer | None = None) -> None:
-        """The library holds ``nbytes`` bytes more on the device.
+        """Counts ``nbytes`` more bytes as held by the library on the device.
 
         Args:
-            transfer: for which it does, if they are in no storage that the stats follow.
+            transfer: the transfer to count them for, if the stats do not follow their storage.
         """
         self.resident_bytes += nbytes
         counters = self.accounts.counters
@@ -378,7 +360,7 @@ class Transfers:
             counters.note_resident(self.resident_bytes)
 
     def drop_resident(self, transfer: Transfer) -> None:
-        """The library does not hold the device's bytes for ``transfer`` any more; may be called again."""
+        """Stops counting the device memory of ``transfer``. May be called again."""
         if transfer.is_held:
             transfer.is_held = False
             self.resident_bytes -= transfer.nbytes
@@ -386,10 +368,10 @@ class Transfers:
                 transfer.live.on_device -= transfer.live_nbytes
 
     def mark_consumed(self, transfer: Transfer) -> bool:
-        """A stream waits for a reload, or its event is over: what the transfer still holds it need not hold any more.
+        """Marks a reload as consumed: its event has completed, or a stream waits for it. Drops its keepalive.
 
         Returns:
-            Whether it was the first time.
+            Whether this was the first call for the reload.
         """
         if transfer not in self._in:
             return False
@@ -402,7 +384,7 @@ class Transfers:
         return True
 
     def poll(self) -> None:
-        """Notices owners that have died and transfers that are over; never blocks."""
+        """Handles owners that have died and transfers that are over; never blocks."""
         runtime, finalized, out, back = self.runtime, self.finalized, self._out, self._in
         log = self.transfer_log
         if not runtime.copies_hold_their_ends:
@@ -410,16 +392,16 @@ class Transfers:
         while finalized:
             record = finalized.popleft()
             self.records.discard(record)
-            if not self.is_crashed:  # else it may be half made, or what it is entered in half changed
+            if not self.is_crashed:  # else the record may be incomplete, or the counts half updated
                 record.on_finalized()
         while out and runtime.query((transfer := next(iter(out))).event):
             failure = self._failure_of(transfer.event) if runtime.may_have_failed(transfer.event) else None
             used = transfer.slot
             if failure is None and len(used.fences) == 1 and used.fences[0].event is transfer.event:
-                used.fences = ()  # the host knows that it has passed, and no read has come
+                used.fences = ()  # the host knows that the write is over, and no read followed
             self.complete(transfer, failure)
         if self._queued:
-            self._start_held_back()
+            self._start_queued()
         while back and runtime.query((transfer := next(iter(back))).event):
             self.mark_consumed(transfer)  # a failure is raised where a wait comes; if none does it harms nothing
         if log.counted.position < log.end:
@@ -428,18 +410,18 @@ class Transfers:
     def _enqueue(
         self, transfer: Transfer, dst: Any, src: Any, slot: Slot, after: Sequence[Event], what: str, key: int | None
     ) -> None:
-        """Gives a transfer stream a copy, as the last use of ``slot``; one of ``dst`` and ``src`` is the slot.
+        """Gives a copy to a transfer stream, as the last use of ``slot``, which is ``dst`` or ``src``.
 
-        See [Note: keepalives]. A copy out that fails here is told to its record; one back raises.
+        Holds both ends: see [Note: keepalives]. Reports the failure of a copy out to its record; raises for a reload.
         """
         runtime, used, is_traced = self.runtime, slot.record, self.transfer_log.on_entry is not None
         keepalive = None if runtime.copies_hold_their_ends else (dst, src)
         is_out = dst is slot
         table, stream = (self._out, self._stream_out) if is_out else (self._in, self._stream_in)
         for fence in used.fences if is_out else ():
-            # A slot's next write comes after its last read. The disk tier serves several runtimes. For the use that
-            # another one made of a slot there is nothing to wait for: its thread holds the slot while it reads or
-            # writes it, so that it is given anew only afterwards.
+            # The next write of a slot comes after its last read. Slots of the disk tier serve several runtimes; the use
+            # by another runtime needs no wait, because its thread holds the slot while it reads or writes, and the slot
+            # is reused only afterwards.
             if fence.runtime is runtime and not runtime.query(fence.event):
                 after = (*after, fence.event)
         try:
@@ -448,11 +430,12 @@ class Transfers:
                     event = runtime.copy(dst, src, stream, after, timed=is_traced)
             else:
                 event = runtime.copy(dst, src, stream, after, timed=is_traced)
-            # It stands for all earlier uses: a write waits for them, and a read for the write; reads are on one stream.
+            # This fence stands for all earlier uses: a write waits for them, a read waits for the write, and all reads
+            # are on one stream.
             used.fences = (Fence(runtime, event),)
             transfer.event = event
             table[transfer] = keepalive
-        except BaseException as error:  # the copy may have been enqueued
+        except BaseException as error:  # the copy may have been enqueued: hold both ends until the stream is past it
             event = runtime.record(stream)
             used.fences = (*used.fences, Fence(runtime, event))
             runtime.keep_until(event, keepalive)
@@ -466,22 +449,21 @@ class Transfers:
             self.accounts.fall_back("no_thread", _NO_THREAD)
 
     def _failure_of(self, event: Event) -> OffloadError | None:
-        """Returns what made a copy that is over fail, if anything."""
         try:
-            self.runtime.synchronize(event)  # nothing is left to wait for
+            self.runtime.synchronize(event)  # does not block: the event has completed
         except OffloadError as error:
-            return error.with_traceback(None)  # it holds this frame, which holds the error: a cycle
+            return error.with_traceback(None)  # the traceback holds this frame, which holds the error: a cycle
         return None
 
     def complete(self, transfer: Transfer, failure: OffloadError | None) -> None:
-        """A copy out is over, or whatever writes over its source comes after it: that may go, if nothing failed."""
+        """Completes a copy out (its event has passed, or later writers wait for it); a failed copy keeps its source."""
         if self._out.pop(transfer, self) is self:
             return
-        # See [Note: memory that is replaced].
+        # See [Note: replaced memory].
         source = None if transfer.source is None else transfer.source()
         if source is not None and (source.data_ptr() != transfer.address or source.nbytes() < transfer.source_nbytes):
             failure = _replaced(transfer)
-        del source  # which goes with the record's aliases
+        del source  # so that the storage dies with the record's aliases
         counters, record = transfer.counters, transfer.record
         assert record is not None
         self._leaving.pop(record, None)
@@ -495,7 +477,7 @@ class Transfers:
                 record.counters.released_bytes += record.logical_bytes
         else:
             counters.bytes_out -= transfer.moved
-            is_parents = isinstance(failure, UnderWayAtFork)  # nothing is wrong with it there
+            is_parents = isinstance(failure, UnderWayAtFork)  # not an error: the copy runs in the parent
             if not is_parents:
                 message = f"offloading failed, {record.fallback.format(device=self.device)}: {failure}"
                 self.accounts.fall_back("write_failed", message)
@@ -504,12 +486,12 @@ class Transfers:
 
 
 def _replaced(transfer: Transfer) -> TransferError:
-    """Returns the error of a copy during which its source was given other memory.
+    """Returns the error for a copy whose source storage changed its memory.
 
-    [Note: memory that is replaced]
-    A storage keeps its identity while ``share_memory_()``, a queue of ``torch.multiprocessing`` or ``resize_()`` gives
-    it other memory with the same values and frees the old one at once, even in the midst of a read. So a copy during
-    which that happened counts as a write that failed, and the storage stays with its new memory.
+    [Note: replaced memory]
+    ``share_memory_()``, a queue of ``torch.multiprocessing`` and ``resize_()`` give a storage new memory with the same
+    values, and free the old memory at once, even while a copy reads it. Such a copy counts as a failed write, and the
+    storage stays on the device with its new memory.
     """
     nbytes = transfer.slot.nbytes
     return TransferError(

@@ -1,4 +1,4 @@
-"""Warns once of a context that can do nothing where it stands, or of a training in which nothing moved."""
+"""Warns once about a context that has no effect, and about training in which nothing moved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eager_offload.errors import users_frame, warn, warn_once
 from eager_offload.observe.memory import why
 from eager_offload.stats import Accounts, KeepReason
 
-#: A plain loop is checked after so many forwards.
+#: The number of forwards after which a plain loop is checked.
 _LOOKED_AT = 3
 _EMPTY = (
     "autograd recorded operators inside the context, but no saved tensor could be seen: other hooks inside it hide "
@@ -36,7 +36,7 @@ _FOREIGN = (
     "other saved-tensor hooks were entered inside this context and hide from it what is saved there. Enter "
     "this context inside theirs, or leave one of the two out"
 )
-#: Keys of the warnings that say why nothing moved; one of them is enough.
+#: Keys of the warnings that explain why nothing moved; one of them is enough.
 _HIDDEN = {"nothing", "empty", "foreign", "nested", "unseen"}
 _WITHOUT_CALLS = (
     "{field}={patterns} has had no effect so far: no module that it names has been called. It counts for what is saved "
@@ -50,7 +50,7 @@ _INSTEAD = (
 
 
 class Making:
-    """Where an ``Offload`` was made of which nothing was used yet."""
+    """The line that made an ``Offload`` which has not been used yet."""
 
     def __init__(self) -> None:
         _, frame = users_frame()
@@ -59,46 +59,44 @@ class Making:
 
     @property
     def is_in_vain(self) -> bool:
-        """Whether this process has run a backward since."""
+        """Whether this process has run a backward since then."""
         return os.getpid() == self._process and contexts.process.backwards > self._backwards
 
 
-#: Of every ``Offload`` of which nothing was used yet, alive or gone; the first of very many.
+#: For every unused ``Offload``, alive or not, up to ``_MOST_UNUSED``.
 unused: set[Making] = set()
 _MOST_UNUSED = 1000
 
 
 class NoEffectWarnings:
-    """The warnings of one ``Offload``, each given once."""
-
     def __init__(self, config: OffloadConfig, accounts: Accounts) -> None:
         self._config, self._accounts = config, accounts
-        #: Forwards in which a tensor was saved.
+        #: Forwards that saved a tensor.
         self.forwards = 0
-        #: Forwards since the last of these.
+        #: Forwards without saves, since the last forward with saves.
         self._unseen = 0
         self._making: Making | None = None
 
     def expect_use(self) -> None:
-        """Has ``warn_if_unused`` and the end of the process tell if nothing is used from now on."""
+        """Begins to watch for use: ``warn_if_unused`` and the end of the process report an unused ``Offload``."""
         if len(unused) < _MOST_UNUSED:
             self._making = Making()
             unused.add(self._making)
 
     def is_used(self) -> None:
-        """Ends ``expect_use``."""
+        """Ends the watch of ``expect_use``."""
         if self._making is not None:
             unused.discard(self._making)
             self._making = None
 
     def warn_if_unused(self) -> None:
-        """Warns if nothing was used, although the thread has trained."""
+        """Warns if the ``Offload`` was not used although the thread has trained."""
         if self._making is not None and self._making.is_in_vain:
             self.is_used()
             warn(f"nothing of this Offload was used, {_INSTEAD}")
 
     def look_at(self, forward: Forward, matched: MatchedModules, *, is_own: bool) -> None:
-        """Checks a forward of the thread that is over; ``is_own``: this ``Offload`` was given a saved tensor."""
+        """Checks a finished forward of the thread; ``is_own``: a tensor was saved to this ``Offload``."""
         with self._accounts.lock:
             seen = forward.seen()
             if is_own or seen.packed:
@@ -108,7 +106,7 @@ class NoEffectWarnings:
                     warn_once("nested", _NESTED, self._accounts.said)
                 if self.forwards == _LOOKED_AT:
                     self.warn_if_nothing_moved()
-                    # Where something was compiled, traced code may have called them.
+                    # Traced code may have called the modules unseen.
                     for field, patterns in {} if contexts.compiled.is_set() else matched.without_calls().items():
                         warn_once(field, _WITHOUT_CALLS.format(field=field, patterns=patterns), self._accounts.said)
             elif contexts.compiled.is_set():
@@ -124,24 +122,24 @@ class NoEffectWarnings:
                     warn_once("unseen", _UNSEEN, self._accounts.said)
 
     def saw_foreign_hooks(self, count: int) -> None:
-        """Counts ``count`` pairs of other hooks that hid saves from a context, and warns of them."""
+        """Counts ``count`` pairs of other hooks that hid saves from a context, and warns about them."""
         if count:
             with self._accounts.lock:
                 self._accounts.counters.foreign_hooks += count
             warn_once("foreign", _FOREIGN, self._accounts.said)
 
     def is_hidden(self, message: str | None) -> None:
-        """Warns of other hooks that are known to hide saves, in place of what would show of them later."""
+        """Warns about other hooks that hide saves, and suppresses the later warnings that would follow from them."""
         if message is not None:
             warn_once("foreign", message, self._accounts.said)
         self._accounts.said.update(_HIDDEN)
 
     def warn_if_nothing_moved(self, moved_before: int = 0, because: str | None = None) -> None:
-        """Warns that nothing moved, and why: see ``Offload.warn_if_nothing_moved``."""
+        """Warns that nothing moved, with the reason: see ``Offload.warn_if_nothing_moved``."""
         if self._accounts.said & _HIDDEN:
             return
         stats = self._accounts.counters.snapshot(self._config)
-        reported = stats.kept_bytes.keys() & {KeepReason.BUDGET, KeepReason.FAILED}  # each has a warning of its own
+        reported = stats.kept_bytes.keys() & {KeepReason.BUDGET, KeepReason.FAILED}  # these warn by themselves
         if stats.offloaded_bytes == moved_before and not reported:
             message = f"nothing moved, because {because or why(stats, self._config)}"
             warn_once("nothing", message, self._accounts.said)
@@ -149,6 +147,6 @@ class NoEffectWarnings:
 
 @atexit.register
 def _tell_of_unused() -> None:
-    """Prints a line at the end of a process that did not fail."""
+    """Reports unused ``Offload`` objects at the end of a process that did not fail."""
     if found := [one.where for one in unused if one.is_in_vain and not hasattr(sys, "last_value")]:
         print(f"eager_offload: nothing of the Offload made at {min(found)} was used, {_INSTEAD}", file=sys.stderr)

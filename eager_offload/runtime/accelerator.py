@@ -1,7 +1,7 @@
-"""The runtime of an accelerator, written against ``torch.accelerator``: CUDA first, XPU and others by the same calls.
+"""The runtime of an accelerator, written against ``torch.accelerator``: CUDA, XPU and others by the same calls.
 
-Nothing in pack or unpack makes the host wait here. Order exists only between streams, by events; memory belongs to the
-stream that it was allocated on; and whatever stream and device the caller had selected is selected again afterwards.
+The host never waits within pack or unpack. Only events order streams, memory belongs to the stream on which it was
+allocated, and the caller's current stream and device are always restored.
 """
 
 from __future__ import annotations
@@ -34,43 +34,37 @@ from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, UnderW
 from eager_offload.tiers.pool import SlabSizes
 from eager_offload.torch_private.captures import graph_kind, is_capturing
 
-#: Of the streams that copies run on. torch hands streams out of a ring for each priority, 32 on CUDA, so a program that
-#: makes that many would have these among its own, and wait for copies in the midst of its compute. Programs make those
-#: of priority 0, and FSDP and NCCL some of -1. That these come first takes nothing from compute: copies run on engines
-#: of their own, and no kernel is enqueued on these streams.
+#: The priority of copy streams. torch hands streams out of a ring for each priority (32 streams on CUDA), so a program
+#: that makes many would get the copy streams among its own, and its compute would wait for copies. Programs use
+#: priority 0; FSDP and NCCL use -1. A high priority costs compute nothing: copy engines run copies, without kernels.
 _PRIORITY = -2
-#: So many first copies of a transfer stream are timed, and one in so many later ones; a timed copy costs an event more.
+#: The first 16 copies of a transfer stream are timed, then every 16th: timing a copy takes one more event.
 _TIMED = 16
 
 
 class TransferStreams(NamedTuple):
-    """Two streams of a device, one for copies each way."""
-
     outward: torch.Stream
     inward: torch.Stream
 
 
 class _Streams(NamedTuple):
-    """The streams of a device that copies run on."""
-
     process: TransferStreams
-    #: Of captures, one of which at a time takes place on a device: the process's stay free for other threads meanwhile.
+    #: For captures (one at a time on a device), since other threads use the process's streams at the same time.
     capture: TransferStreams
 
 
 class AcceleratorRuntime(Runtime):
-    """Streams, events, copies and memory of the accelerator that torch names.
+    """The streams, events, copies and memory of torch's current accelerator.
 
-    Take the process's one instance from ``accelerator_runtime()``: transfer streams are process-wide.
+    Use the process's instance, ``accelerator_runtime()``: transfer streams are process-wide.
 
     Args:
-        probe_bytes: of one copy when the link is measured.
+        probe_bytes: the size of each copy that measures the link.
 
     Raises:
         OffloadError: there is no usable accelerator.
     """
 
-    # Streams and events are opaque to callers. Where they are only handed on they are `Any`, as in `HostRuntime`.
     can_capture = True
     holds_copies_back = True
 
@@ -83,7 +77,7 @@ class AcceleratorRuntime(Runtime):
                 "torch finds no usable accelerator (torch.accelerator.current_accelerator(check_available=True) is "
                 "None); tensors on the CPU are offloaded by the host runtime"
             )
-        #: What kind of device this runtime serves, such as ``"cuda"``.
+        #: The accelerator's type (e.g. ``"cuda"``).
         self.device_type: str = accelerator.type
         self._lock = threading.Lock()
         self._streams: dict[torch.device, _Streams] = {}
@@ -93,35 +87,33 @@ class AcceleratorRuntime(Runtime):
         self._events = EventPool()
         self._captures = AcceleratorCaptures(self._events.waiting, self.poll)
         self.end_capture, self.abandon_capture = self._captures.end, self._captures.abandon
-        #: How many copies each transfer stream was given.
         self._copies: dict[torch.Stream, int] = {}
-        #: Whether this process is a child and the device its parent's.
+        #: Whether this process was forked, so that the device belongs to its parent.
         self._inherited = False
         tell_after_fork(self)
 
     def current_stream(self, device: torch.device) -> torch.Stream:
         known = device if device in self._streams else self._indexed(device)
-        return torch.accelerator.current_stream(known.index)  # of a device torch would ask whether it is one
+        return torch.accelerator.current_stream(known.index)  # given a device, torch would check its type
 
     def is_capturing(self, device: torch.device | None = None) -> bool:
         return not self._inherited and is_capturing(None if device is None else _index(device))
 
     def is_restricted(self) -> bool:
-        """Whether a capture forbids the calling thread what a driver calls unsafe, such as to pin memory."""
+        """Returns whether a capture forbids the calling thread calls that the driver calls unsafe (e.g. pinning)."""
         return CAPTURES.forbid_queries() or self.is_capturing()
 
     @property
     def captures(self) -> bool:
-        """Whether ``begin_capture`` can make graphs of what is enqueued on streams of the device."""
+        """Whether ``begin_capture`` can capture graphs on this device."""
         return not self._inherited and graph_kind() is not None
 
     def begin_capture(
         self, stream: torch.Stream, mode: CaptureMode, pool: MemoryPool | None = None, *, keep: bool = False
     ) -> Capture:
-        """See ``AcceleratorCaptures.begin``."""
         self._indexed(stream.device)
         if not self.is_capturing():
-            self.slab_sizes()  # tries once whether memory can be pinned where it lies, which is not for a capture
+            self.slab_sizes()  # finds out whether memory can be registered, which a capture forbids
         return self._captures.begin(stream, mode, pool, keep=keep)
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> torch.Stream:
@@ -129,21 +121,19 @@ class AcceleratorRuntime(Runtime):
         return streams.outward if direction is Direction.OUT else streams.inward
 
     def capture_streams(self, device: torch.device) -> TransferStreams:
-        """The streams of ``device`` that copies of a capture run on."""
         return self._streams_of(device).capture
 
     @contextmanager
     def enter(self, stream: Stream) -> Iterator[None]:
-        """Selects ``stream`` and its device for the calling thread inside; whatever happens, the caller's come back.
+        """Makes ``stream`` and its device current on the calling thread, and restores the caller's afterwards.
 
-        Where both are selected already this calls nothing: copies that are enqueued one after another inside of it are
-        enqueued without a switch.
+        Does nothing if both are current, so that consecutive copies inside need no switch.
 
         [Note: entering a stream]
-        ``with torch.Stream`` keeps what it has to restore *on the Python object*: entered twice, by nesting or by two
-        threads (autograd has a thread for each device), it raises after the switch, or restores the other thread's
-        stream. Transfer streams are shared by all threads, so what to restore is kept here. The device is selected
-        with ``device_index``, since its way back does not create a context on a device that has none.
+        ``with torch.Stream`` stores the stream to restore *on the Python object*. If it is entered twice, by nesting or
+        by two threads (autograd has a thread per device), it raises after the switch or restores the other thread's
+        stream. All threads share the transfer streams, so this context stores the stream itself. The device is selected
+        with ``device_index``, which on its way back creates no context on an unused device.
         """
         assert isinstance(stream, torch.Stream)
         index = stream.device_index
@@ -160,15 +150,15 @@ class AcceleratorRuntime(Runtime):
                 torch.accelerator.set_stream(before)
 
     def host_buffer(self, nbytes: int, *, pin_memory: bool = True) -> Tensor:
-        """A slab of host memory, flat and page-aligned.
+        """Returns a slab of host memory, flat and page-aligned.
 
         Args:
-            pin_memory: ``False`` for pageable memory. Copies between that and the device make the host wait for them.
-                Where pinning fails, the memory is pageable too, and one warning says so.
+            pin_memory: ``False`` for pageable memory, for which copies block the host. If pinning fails, the memory is
+                pageable too, and one warning says so.
 
         Raises:
             MemoryError: the system has no room.
-            HostAllocationUnderCaptureError: a graph is being captured, which to pin would invalidate.
+            HostAllocationUnderCaptureError: a capture is active, which pinning would invalidate.
         """
         if pin_memory and self.is_restricted():
             raise HostAllocationUnderCaptureError(
@@ -184,7 +174,7 @@ class AcceleratorRuntime(Runtime):
         super().close()
 
     def tells_time(self, device: torch.device) -> bool:
-        # Of a stream of its own, which has nothing to do: of the transfer streams the host would wait for copies.
+        # On a new stream, which is idle: on a transfer stream the host would wait for copies.
         event = self._events.record(torch.Stream(device=self._indexed(device)), timed=True)
         event.synchronize()
         return event.tells_time()
@@ -199,7 +189,7 @@ class AcceleratorRuntime(Runtime):
             return 0.0
         assert isinstance(before, AcceleratorEvent)
         assert isinstance(after, AcceleratorEvent)
-        with suppress(OffloadError):  # of a graph that was captured
+        with suppress(OffloadError):  # a moment in a captured graph
             for moment in (after, before):
                 if not self.query(moment):
                     if not synchronize:
@@ -227,7 +217,7 @@ class AcceleratorRuntime(Runtime):
         return event.work.processor_seconds if isinstance(event, StagedEvent) and event.work is not None else 0.0
 
     def poll(self) -> None:
-        # What would go in a capture may be a graph, or be pinned: both spoil it.
+        # Dropping keepalives in a capture could destroy a graph or unpin memory: either invalidates the capture.
         if self._inherited or (CAPTURES.under_way and CAPTURES.forbid_queries()):
             return
         super().poll()
@@ -245,7 +235,7 @@ class AcceleratorRuntime(Runtime):
         event.wait_on(stream)
 
     def has_host_wait(self, event: Event) -> bool:
-        return isinstance(event, StagedEvent)  # until its thread has come so far that there is something to wait for
+        return isinstance(event, StagedEvent)  # blocks until its thread has enqueued the copy to wait for
 
     def query(self, event: Any) -> bool:
         return not self._inherited and bool(event.query())
@@ -265,12 +255,11 @@ class AcceleratorRuntime(Runtime):
         timed: bool = False,
     ) -> Event:
         assert isinstance(stream, torch.Stream)
-        inward = type(dst) is Tensor  # asked so: Slot is abstract, and asking it takes time
+        inward = type(dst) is Tensor  # isinstance(dst, Slot) would be slow: Slot is an abstract base class
         slot, tensor = cast(tuple[Slot, Tensor], (src, dst) if inward else (dst, src))
         assert tensor.numel() == slot.nbytes, f"{tensor.numel()} bytes for a slot of {slot.nbytes}"
         assert tensor.device == stream.device, "a copy runs on a transfer stream of the tensor's device"
-        # The first ones are timed, and then some, so that the speed of the link is known; of a capture, to which no
-        # moment belongs, none is.
+        # Samples are timed, so that the link's speed is known. Captured copies are not: a captured event has no time.
         if not timed and (not CAPTURES.under_way or CAPTURES.own() is None):
             copies = self._copies.get(stream, 0)
             self._copies[stream] = copies + 1
@@ -305,7 +294,7 @@ class AcceleratorRuntime(Runtime):
         return over
 
     def memory(self, device: torch.device) -> DeviceMemory | None:
-        with suppress(KeyError, NotImplementedError, RuntimeError):  # of a device whose allocator counts nothing
+        with suppress(KeyError, NotImplementedError, RuntimeError):  # an allocator without statistics
             stats = torch.accelerator.memory_stats(self._indexed(device))
             return DeviceMemory(stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"])
         return None
@@ -328,7 +317,7 @@ class AcceleratorRuntime(Runtime):
         assert self._indexed(device) == stream.device
         assert 0 <= layout.alignment_offset < ALIGNMENT
         with torch.inference_mode(False), self.enter(stream):
-            # The allocators of today hand out multiples of 256 or more, so the second attempt is for those of tomorrow.
+            # Allocators return multiples of 256 today; the second attempt is for an allocator that does not.
             block = torch.empty(layout.nbytes + layout.alignment_offset, dtype=torch.uint8, device=stream.device)
             start = layout.alignment_offset
             if block.data_ptr() % ALIGNMENT != 0:
@@ -336,10 +325,8 @@ class AcceleratorRuntime(Runtime):
                 start = (layout.alignment_offset - block.data_ptr()) % ALIGNMENT
             return block if block.numel() == layout.nbytes else block[start : start + layout.nbytes]
 
-    # -- inside -----------------------------------------------------------------------------------------------------
-
     def after_fork(self) -> None:
-        """The child has no device: what its parent started there is neither asked about nor given back."""
+        """Abandons the parent's events and streams without querying or freeing them: the child has no device."""
         self._inherited = True
         CAPTURES.under_way = ()
         LEFT_TO_THE_PARENT.extend([self._kept, self._events, self._streams, self._separate_streams])
@@ -361,13 +348,15 @@ class AcceleratorRuntime(Runtime):
         return torch.device(device.type, torch.accelerator.current_device_index())
 
     def separate_stream(self, device: torch.device) -> torch.Stream:
-        """The one stream of ``device`` for captures, on which no transfers run, in a capture or outside of one: torch
-        hands streams out of a ring, and what another thread moves would be captured."""
+        """Returns the stream of ``device`` for captures, which is none of the transfer streams.
+
+        torch hands streams out of a ring: on a shared stream, copies of another thread would be captured.
+        """
         device, streams = self._indexed(device), self._streams_of(device)
         with self._lock:
             if device not in self._separate_streams:
                 taken = [*streams.process, *streams.capture]
-                # Of so many more than are taken one is free.
+                # Of len(taken) + 1 streams at least one is free.
                 free = [one for one in self._new_streams(device, len(taken) + 1) if one not in taken]
                 self._separate_streams[device] = free[0]
             return self._separate_streams[device]
@@ -376,7 +365,7 @@ class AcceleratorRuntime(Runtime):
         device = self._indexed(device)
         with self._lock:
             if device not in self._streams:
-                try:  # a ring that programs do not use, where the device has one
+                try:  # with a priority whose ring programs do not use, if the device supports it
                     found = self._new_streams(device, 4, _PRIORITY)
                 except OffloadError:
                     found = self._new_streams(device, 4)
@@ -384,7 +373,7 @@ class AcceleratorRuntime(Runtime):
             return self._streams[device]
 
     def _new_streams(self, device: torch.device, count: int, priority: int = 0) -> list[torch.Stream]:
-        # All at once: CUDA hands streams out of a ring, so those that are taken one after the other are surely several.
+        # All at once: CUDA hands streams out of a ring, and consecutive streams of a ring are distinct.
         try:
             return [torch.Stream(device=device, priority=priority) for _ in range(count)]
         except RuntimeError as error:
@@ -395,27 +384,23 @@ class AcceleratorRuntime(Runtime):
 
 
 def _index(device: torch.device) -> int | None:
-    # torch's stubs leave the None out.
     return device.index
 
 
-# -- the link ---------------------------------------------------------------------------------------------------------
-
-
 def _measured_link(runtime: AcceleratorRuntime, device: torch.device, direction: Direction, nbytes: int) -> Rate:
-    """Measures the link of ``device`` in ``direction``, while nothing of the library travels the other way.
+    """Measures the link of ``device`` in ``direction``, while the library moves nothing the other way.
 
-    The host waits for a few copies, and the device needs the memory of one.
+    The host waits for a few copies, and the device needs memory for one.
 
     Args:
-        nbytes: of one copy; less where the device has no room.
+        nbytes: the size of a copy; smaller if the device has no room.
     """
     with torch.inference_mode(False), torch.no_grad():
         stream = runtime.transfer_stream(device, direction)
         block = _block(device, nbytes)
         host = runtime.host_buffer(block.numel())
         target, source = (host, block) if direction is Direction.OUT else (block, host)
-        # The block's last owner may have kernels queued.
+        # Kernels of the block's last owner may still be queued.
         runtime.wait(stream, runtime.record(runtime.current_stream(device)))
         try:
             with runtime.enter(stream):
@@ -426,16 +411,16 @@ def _measured_link(runtime: AcceleratorRuntime, device: torch.device, direction:
                     target.copy_(source, non_blocking=True)
                     moments.append(runtime.moment(stream))
             whole = runtime.seconds_between(moments[0], moments[-1], synchronize=True)
-            # A device that does not tell the time says 0: then the host does, of all copies together.
+            # A device that cannot measure time reports 0: use the host's time of all copies together.
             if not whole:
                 whole = runtime.seconds_between(called, runtime.moment(None))
                 assert whole is not None
                 return Rate.of(TIMES * block.numel(), [whole])
             each = [runtime.seconds_between(*pair, synchronize=True) for pair in itertools.pairwise(moments)]
-        except BaseException:  # an interrupt: the copies go on
+        except BaseException:  # an interrupt: the copies go on, and need their memory
             runtime.keep_until(runtime.record(stream), (host, block))
             raise
-    # The host has waited for the last copy, so that the block can go back to its own stream without an event.
+    # The host has waited for the last copy, so the block returns to its stream without an event.
     return Rate.of(block.numel(), [one for one in each if one is not None])
 
 
@@ -445,20 +430,18 @@ def _block(device: torch.device, nbytes: int) -> Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:
-            # A device that is nearly full is measured less precisely, and the training step goes on.
+            # A nearly full device is measured less precisely, so that the training step can go on.
             if nbytes <= least:
                 raise
             nbytes >>= 2
 
-
-# -- the one of this process ----------------------------------------------------------------------------------------
 
 _runtime: AcceleratorRuntime | None = None
 _runtime_lock = ForkSafeLock()
 
 
 def accelerator_runtime() -> AcceleratorRuntime:
-    """The runtime of the accelerator that torch names; one for the process.
+    """Returns the process's runtime of torch's current accelerator.
 
     Raises:
         OffloadError: there is no usable accelerator. The next call looks again.

@@ -1,11 +1,11 @@
 """The contract between the library and a device: streams, events, copies, memory.
 
-A *runtime* knows how to move bytes and how to order that against compute; it knows nothing of autograd, of what is
-worth moving, or when. There are two: ``accelerator`` (``torch.accelerator``) and ``host`` (the device is the CPU).
-Tests have a third one, of virtual streams on a virtual clock.
+A *runtime* moves bytes and orders copies against compute. It knows nothing of autograd, nor which bytes move when. The
+runtimes are ``accelerator`` (``torch.accelerator``), ``host`` (a CPU device) and, in tests, a simulated device with
+virtual streams and clocks.
 
-Every call that orders or touches memory goes through this class, so that a log of it can be written, in the form that
-the happens-before checker reads: see ``tests/simulation``.
+Every call that orders or touches memory goes through ``Runtime``, so that tests can log the calls and check their
+happens-before order: see ``tests/simulation``.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from eager_offload.tiers.base import LinkRates, Slot
 from eager_offload.tiers.forking import FinalizerRecord, Living
 from eager_offload.tiers.pool import SlabSizes
 
-#: Streams and events are opaque and named by identity; each runtime has its own types.
+#: Streams and events are opaque, and compared by identity; each runtime has its own types.
 Stream: TypeAlias = Hashable
 Event: TypeAlias = Hashable
-#: A point in time: a ``float``, the seconds of the host's clock, where the host knows it at once; else opaque.
+#: A point in time: seconds of the host's clock (a ``float``) if the host knows it at once, otherwise opaque.
 Moment: TypeAlias = Hashable
 
 
 class Direction(enum.Enum):
-    """Which way bytes travel; each has a transfer stream of its own."""
+    """The direction of a copy; each direction has a transfer stream."""
 
     OUT = "out"
     IN = "in"
 
 
 class Layout(NamedTuple):
-    """What a reload target must look like.
+    """The size and alignment of a reload target.
 
-    Kernels choose their order of summation by alignment, so a reloaded tensor has to sit at the same address modulo 64
-    as the one that was saved, or its gradients differ in the last bit.
+    Kernels choose their order of summation by alignment. A reloaded tensor must therefore have the address of the saved
+    tensor modulo 64, or gradients may differ in the last bit.
     """
 
     nbytes: int
@@ -53,63 +53,60 @@ class Layout(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When a copy ran, or a part of its way."""
+    """The time in which a copy, or one stage of it, ran."""
 
-    #: The tier, of the part that lies between host memory and a disk, say; else empty.
+    #: The tier, for a stage between host memory and a tier (e.g. a disk); otherwise empty.
     name: str
     began: Moment
     ended: Moment
 
 
-#: Of the free memory of a device, the part that a process can have.
+#: The part of a device's free memory that a process can allocate.
 _FREE_PART = 0.9
-#: Bytes; what ``Layout.alignment_offset`` is counted in. The widest vector register that torch's CPU kernels use.
+#: Bytes: the widest vector register that torch's CPU kernels use.
 ALIGNMENT = 64
 
 
 class Pollable(Protocol):
-    """Takes up what is over."""
-
     def holds_copies(self) -> bool:
-        """Returns whether there are copies out that no stream was given yet."""
+        """Returns whether copies out are queued that no stream has yet."""
 
     def poll_from_thread(self) -> bool:
-        """Does so on the calling thread, without waiting for a lock; ``False`` where it has to be asked again."""
+        """Handles completed transfers without waiting for a lock; ``False`` if the caller has to try again."""
 
 
 class _Register(FinalizerRecord[object]):
-    """The transfers of one owner: what has to stay until each is over."""
+    """The transfers of one owner, with the objects to hold until each is over."""
 
     __slots__ = ("pending",)
-    #: By transfer, each of which has its ``event``.
+    #: By transfer; each has an ``event``.
     pending: Mapping[Any, object]
 
 
 class DeviceMemory(NamedTuple):
-    """How much of a device's memory this process uses; bytes."""
+    """The memory of a device that this process uses, in bytes."""
 
     used: int
-    """On an accelerator what live tensors take, on a CPU all that is resident."""
+    """Live tensors on an accelerator; resident memory on a CPU."""
     peak: int | None = None
-    """The most that was used so far, where the device remembers it; a program may have that begin anew."""
+    """The largest use so far, if the device records it. A program may reset it."""
 
 
 class Runtime(abc.ABC):
-    """One kind of device. All methods may be called from any thread."""
+    """One kind of device. All methods are thread-safe."""
 
-    #: Whether a copy that is enqueued holds both of its ends itself until it is over. Then nothing else has to, and
-    #: they go when it ends without a call of the library; elsewhere at the next call that queries its event.
+    #: Whether an enqueued copy holds both its ends until it is over. Otherwise the caller holds them, and releases them
+    #: at the next call of the library that finds the copy's event completed.
     copies_hold_their_ends: ClassVar[bool] = False
-    #: Whether a copy that was enqueued cannot be taken back, so that the caller keeps most of them to itself.
+    #: Whether callers should queue most copies, because an enqueued copy cannot be cancelled.
     holds_copies_back: ClassVar[bool] = False
-    #: Bytes of copies out that a transfer stream may be given at any time: so little that nothing is to be had of it.
+    #: Bytes of copies out that a transfer stream may always have: too few for queueing to save memory.
     given_bytes: ClassVar[int] = 0
-    #: Whether ``copy`` takes a storage as well, all of whose bytes leave: no tensor over them has to be made for it.
+    #: Whether ``copy`` also takes a storage, and moves all of its bytes, which saves making a tensor.
     copies_storages: ClassVar[bool] = False
-    #: Whether streams of such a device may be captured into graphs, so that ``is_capturing`` has to be asked.
+    #: Whether streams of the device can be captured into graphs, so that callers must check ``is_capturing``.
     can_capture: ClassVar[bool] = False
-    #: Whether compute has one stream only, which the host carries out itself: none other is ever current, and what was
-    #: enqueued is over.
+    #: Whether the host computes, on a single stream: work has completed when its call returns.
     has_one_stream: ClassVar[bool] = False
 
     def __init__(self) -> None:
@@ -117,137 +114,122 @@ class Runtime(abc.ABC):
         self._users: Living[object] = Living()
         self._registers: set[_Register] = set()
         self._ownerless: deque[FinalizerRecord[object]] = deque()
-        #: By device, the links that ``machine.link_of`` has had measured.
         self.links: dict[torch.device, LinkRates] = {}
-
-    # -- streams and events ---------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def current_stream(self, device: torch.device) -> Stream:
-        """The stream that compute on ``device`` is enqueued on, for the calling thread, at this moment."""
+        """Returns the stream on which the calling thread enqueues compute on ``device`` now."""
 
     def is_capturing(self, device: torch.device | None = None) -> bool:
-        """Whether what the calling thread enqueues on ``device`` goes into a graph that is being captured, and waits.
+        """Returns whether work that the calling thread enqueues on ``device`` is captured in a graph.
 
-        Then nothing may be copied, and no event recorded, queried or waited for: to the driver each of these is an
-        error that invalidates the capture, or makes a part of the graph of what is none.
+        During a capture nothing may be copied, and no event recorded, queried or waited for: the driver would
+        invalidate the capture, or add the call to the graph.
 
         Args:
-            device: that which is selected, where it is left out.
+            device: by default the current device.
         """
         return False
 
     @abc.abstractmethod
     def transfer_stream(self, device: torch.device, direction: Direction) -> Stream:
-        """The process's one transfer stream of ``device`` in ``direction``; created at the first call."""
+        """Returns the process's transfer stream of ``device`` in ``direction``, created at the first call."""
 
     @abc.abstractmethod
     def record(self, stream: Stream) -> Event:
-        """A new event that completes when all that is enqueued on ``stream`` so far has."""
+        """Returns a new event that completes after all work enqueued on ``stream`` so far."""
 
     @abc.abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
-        """Makes ``stream`` wait for ``event``; the host goes on, except where compute *is* the host (a CPU device).
+        """Makes ``stream`` wait for ``event``, without blocking the host unless the host computes (a CPU device).
 
         Raises:
-            OffloadError: on a CPU device, what made the awaited transfer fail.
+            OffloadError: on a CPU device, the error of the awaited transfer.
         """
 
     def has_host_wait(self, event: Event) -> bool:
-        """Whether ``wait`` for ``event`` makes the host wait too."""
         return self.has_one_stream
 
     @abc.abstractmethod
     def query(self, event: Event) -> bool:
-        """Whether ``event`` has completed, by success or by failure; never blocks."""
+        """Returns whether ``event`` has completed, successfully or not; never blocks."""
 
     @abc.abstractmethod
     def synchronize(self, event: Event) -> None:
         """Makes the host wait for ``event``.
 
         Raises:
-            OffloadError: what made the awaited transfer fail.
+            OffloadError: the error of the awaited transfer.
         """
 
     def may_have_failed(self, event: Event) -> object:
-        """Whether ``synchronize`` with an event that is over may raise; true where that is not known."""
+        """Returns whether ``synchronize`` with a completed event may raise; true if that is unknown."""
         return True
 
     def processor_seconds(self, event: Event) -> float:
-        """What the copy that ``event`` stands behind, and that is over, took of the processor."""
+        """Returns the CPU time of the completed copy before ``event``, in seconds."""
         return 0.0
 
     def ran_inline(self, event: Event) -> bool:
-        """Whether the copy that ``event`` stands behind kept the caller waiting, since no thread could be started."""
+        """Returns whether the copy before ``event`` blocked its caller, because no thread could be started."""
         return False
 
-    # -- time -----------------------------------------------------------------------------------------------------
-
     def tells_time(self, device: torch.device) -> bool:
-        """Whether ``seconds_between`` knows how long ``device`` takes.
+        """Returns whether ``seconds_between`` can measure ``device``.
 
-        Probes it, for which the host waits for a stream that has nothing to do: the answer is to be remembered. No
-        transfer is waited for.
+        Probes the device: the host waits for an idle stream, and for no transfer. Callers should cache the answer.
         """
         return True
 
-    #: Seconds of the clock that steps are timed by: of compute, where the host knows at once how far that has come, and
-    #: else of the host. A call into C: each save and each ask takes one.
+    #: Seconds of the clock that times steps: compute's clock if the host can read it at once, otherwise the host's.
+    #: A call into C, since each save and each unpack makes one.
     timestamp: Callable[[], float] = staticmethod(time.perf_counter)
 
     def moment(self, stream: Stream | None) -> Moment:
-        """When ``stream`` comes to what is enqueued next, on the device's own clock; for ``None``, now on the host's.
-
-        Nothing waits.
-        """
+        """Returns the moment at which ``stream`` reaches its next work; for ``None``, now on the host. Never waits."""
         return time.perf_counter()
 
     def seconds_between(self, before: Moment, after: Moment, *, synchronize: bool = False) -> float | None:
-        """Seconds between two moments of one device, or of the host.
+        """Returns the seconds between two moments of one device, or of the host.
 
         Args:
-            synchronize: makes the host wait until both have come; else this never blocks.
+            synchronize: makes the host wait until both have passed; otherwise this never blocks.
 
         Returns:
-            ``None`` where one of them has not come yet, or never will: a place in a graph that was captured. 0 where
-            the device does not tell the time, or is that of a parent process.
+            ``None`` if a moment has not passed, or never will (it lies in a captured graph). 0 if the device cannot
+            measure time, or belongs to the parent of a forked process.
         """
         assert isinstance(before, float)
         assert isinstance(after, float)
         return after - before
 
     def spans(self, event: Event) -> tuple[Span, ...]:
-        """When the copy ran that ``event`` stands behind, the slowest part of its way first; empty if not timed."""
+        """Returns the times of the copy before ``event``, the slowest stage first; empty if it was not timed."""
         return ()
 
     def copy_seconds(self, event: Event) -> float | None:
-        """Seconds of the slowest part of a copy that is over; ``None`` where it was not timed."""
+        """Returns the seconds of the slowest stage of a completed copy; ``None`` if it was not timed."""
         spans = self.spans(event)
         return self.seconds_between(spans[0].began, spans[0].ended) if spans else None
 
-    # -- in between -----------------------------------------------------------------------------------------------
-
     def keep_until(self, event: Event, keepalive: object) -> None:
-        """Holds ``keepalive`` until ``event`` has completed, for a transfer whose owner is gone.
-
-        Takes no lock and waits for nothing.
-        """
+        """Holds ``keepalive`` until ``event`` has completed, if no owner can. Takes no lock and never waits."""
         self._kept.append((event, keepalive))
 
     def outlive(self, owner: object, pending: Mapping[Any, object]) -> None:
-        """Once ``owner`` has gone, holds what ``pending`` has then, each until its transfer's ``event`` is over."""
+        """Once ``owner`` has died, holds the values of ``pending``, each until its transfer's ``event`` completes."""
         register = _Register(owner, self._ownerless.append)
         register.pending = pending
         self._registers.add(register)
 
     def poll(self) -> None:
-        """Lets go of what is kept until events that have completed. Cheap; called at every pack and unpack."""
+        """Releases keepalives whose events have completed. Cheap: called at every pack and unpack."""
         while self._ownerless:
             self._take_over()
         while self._kept:
             try:
                 event, keepalive = self._kept.popleft()
-            except IndexError:  # another thread was faster: two objects share a runtime and no lock
+            except IndexError:  # another thread took it: offloaders share a runtime without a lock
                 return
             if not self.query(event):
                 self._kept.appendleft((event, keepalive))
@@ -256,7 +238,7 @@ class Runtime(abc.ABC):
     def _take_over(self) -> None:
         try:
             register = self._ownerless.popleft()
-        except IndexError:  # another thread was faster
+        except IndexError:  # another thread took it
             return
         assert isinstance(register, _Register)
         for transfer, keepalive in register.pending.items():
@@ -264,42 +246,39 @@ class Runtime(abc.ABC):
         self._registers.discard(register)
 
     def synchronize_kept(self) -> None:
-        """Waits for the events that something is kept until, and lets go of it."""
+        """Waits for the events of all keepalives, and releases these."""
         while self._ownerless:
             self._take_over()
         for event, _ in list(self._kept):
-            with suppress(OffloadError):  # its owner, which would have raised it, is gone
+            with suppress(OffloadError):  # the owner, to which the error belongs, is dead
                 self.synchronize(event)
         self.poll()
 
     def release_idle(self) -> None:
-        """A forward begins, in which nothing comes back: gives back to the system what only reloads need."""
+        """Returns idle memory of reloads to the system, at the beginning of a forward."""
         self.poll()
 
     def poll_when_idle(self, pollable: Pollable) -> None:  # noqa: B027  # most runtimes have no thread that could
-        """Has ``pollable`` asked, when transfers have come to a pause, to take up what is over; it is held weakly.
+        """Has ``pollable``, held weakly, poll whenever the transfer threads become idle.
 
-        Only where transfers have threads of their own: elsewhere it is the next call of the library that does so.
+        Does nothing on runtimes without transfer threads: there the next call of the library polls.
         """
 
     def enter(self, stream: Stream) -> AbstractContextManager[object]:
-        """Makes ``stream`` the current one of the calling thread, for compute that belongs to it."""
         return nullcontext()
 
     def attach_user(self, user: object) -> None:
-        """Counts ``user`` among those for whom threads and buffers are kept ready."""
+        """Registers ``user``, for whom threads and buffers are kept ready."""
         self._users.add(user)
 
     def detach_user(self, user: object) -> None:
-        """``user`` has given its memory back. With the last one goes what was kept ready."""
+        """Removes ``user``, whose memory was returned; the last one closes the runtime."""
         self._users.discard(user)
         if not self._users:
             self.close()
 
     def close(self) -> None:
         self.poll()
-
-    # -- bytes ----------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def copy(
@@ -311,67 +290,67 @@ class Runtime(abc.ABC):
         *,
         timed: bool = False,
     ) -> Event:
-        """Enqueues a copy of bytes on ``stream``: a tensor into a slot (offload) or a slot into a tensor (reload).
+        """Enqueues a copy on ``stream``: from a tensor to a slot (offload), or from a slot to a tensor (reload).
 
         Args:
-            dst, src: one slot and one flat ``uint8`` tensor on the device, of equal size in bytes. The caller keeps
-                both alive until the copy is over, unless ``copies_hold_their_ends``.
-            after: what ``stream`` waits for first.
-            timed: whether ``spans`` has to tell when the copy runs. To time all takes time: else it tells of some.
+            dst, src: a slot and a flat ``uint8`` tensor on the device, of equal size. The caller keeps both alive until
+                the copy is over, unless ``copies_hold_their_ends``.
+            after: events that ``stream`` waits for first.
+            timed: whether ``spans`` must have the copy's times. Timing costs time; otherwise only samples are timed.
 
         Returns:
-            A new event, recorded behind the copy; it carries what makes the copy fail.
+            A new event, recorded after the copy, which carries the copy's error.
         """
 
     @abc.abstractmethod
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
-        """A flat ``uint8`` tensor of ``layout.nbytes`` on ``device``, owned by ``stream`` as allocators mean it.
+        """Returns a new flat ``uint8`` tensor of ``layout.nbytes`` on ``device``, allocated on ``stream``.
 
-        Its content is undefined. Its address is ``layout.alignment_offset`` modulo ``ALIGNMENT``.
+        Its contents are undefined. Its address is ``layout.alignment_offset`` modulo ``ALIGNMENT``.
         """
 
     def memory_of(self, storage: torch.UntypedStorage) -> int:
-        """Bytes of memory that ``storage`` takes now, where it is on a device on which that may be less than it has."""
+        """Returns the bytes of memory that ``storage`` occupies now, which may be less than its size."""
         return storage.nbytes()
 
     def memory(self, device: torch.device) -> DeviceMemory | None:
-        """How much of ``device`` is used now; ``None`` where that is not known. Waits for nothing."""
+        """Returns the memory of ``device`` in use; ``None`` if unknown. Never waits."""
         return None
 
     def step_peak(self, device: torch.device) -> int | None:
-        """Returns the most bytes that were in use in the last step, as far as the device tells."""
+        """Returns the most bytes in use during the last step; ``None`` if unknown."""
         memory = self.memory(device)
         return None if memory is None else memory.peak
 
     def total_memory(self, device: torch.device) -> int | None:
-        """Returns the bytes of memory that ``device`` has; ``None`` where that is not known. Takes milliseconds."""
+        """Returns the bytes of memory of ``device``; ``None`` if unknown. Takes milliseconds."""
         return None
 
     def free_memory(self, device: torch.device) -> int:
-        """Bytes that this process could take of ``device`` besides; 0 where that is not known. Takes milliseconds."""
+        """Returns the bytes that this process could still allocate on ``device``; 0 if unknown. Takes milliseconds."""
         return 0
 
     def available_memory(self, device: torch.device, used: int) -> int:
-        """Returns the bytes of ``device`` that this process can have beside ``used``, which it has, and with these.
+        """Returns ``used`` plus the bytes of ``device`` that this process could still have.
 
-        Allocators round and fragment, so that it is most of what is free.
+        Only a part of the free memory counts, because allocators round and fragment.
         """
         return used + int(self.free_memory(device) * _FREE_PART)
 
     @abc.abstractmethod
     def host_buffer(self, nbytes: int) -> Tensor:
-        """A slab of host memory: a flat ``uint8`` CPU tensor, page-aligned, pinned where that helps this device.
+        """Returns a slab of host memory: a flat ``uint8`` CPU tensor, page-aligned, pinned if this device profits.
 
-        The memory returns to the system when the tensor's storage goes.
+        The memory returns to the system when the tensor's storage dies.
         """
 
     def slab_sizes(self) -> SlabSizes | None:
-        """How large a pool's slabs have to be so that nothing is wasted; ``None`` where any size will do."""
+        """Returns the slab sizes that waste no memory, for a pool; ``None`` if any size is fine."""
         return None
 
     @abc.abstractmethod
     def measure_link(self, device: torch.device) -> LinkRates:
-        """Measures the link between ``device`` and host memory, for which the host waits.
+        """Measures the link between ``device`` and host memory; the host waits.
 
-        Ask ``machine.link_of``, which measures once.
+        Callers use ``machine.link_of``, which measures once.
         """

@@ -1,11 +1,13 @@
-"""Captures of graphs that are under way in this process, what they forbid meanwhile, and how an accelerator captures:
-begin, end, and what is put right after a capture that failed. And the events of an accelerator, which have to know.
+"""Graph captures that are active in this process, how an accelerator begins and ends them, and its events.
+
+Events belong here because an active capture forbids most calls on them.
 
 [Note: workspaces]
-torch keeps the memory that cuBLAS works in, for each stream, and a graph keeps its address. Captures of a device are on
-one stream, so a workspace of the warm-up would be that of all its graphs and of eager code there: replays on two
-streams would write over each other's sums, and in torch 2.13 the first graph that goes takes it from the others. So
-torch forgets workspaces before a capture, which then has its own in the memory of the graph, and behind it.
+torch keeps cuBLAS's workspace per stream, and a graph keeps the workspace's address. All captures of a device are on
+one stream, so all its graphs and eager code on that stream would share a workspace of the warm-up. Replays on two
+streams would then overwrite each other's sums, and in torch 2.13 the first graph that dies frees the workspace of the
+others. So torch is made to forget its workspaces before a capture, which then allocates one in the graph's memory, and
+again after the capture.
 """
 
 from __future__ import annotations
@@ -30,28 +32,28 @@ from eager_offload.tiers.forking import FinalizerRecord
 from eager_offload.torch_private import captures
 from eager_offload.torch_private.calls import sanitizer
 
-#: How torch names device memory that graphs share.
+#: torch's id of a pool of device memory that graphs share.
 MemoryPool = tuple[int, int]
 
 
 class CaptureMode(enum.Enum):
-    """Whose calls a driver refuses that it calls unsafe (to wait, to ask about an event, to pin) during a capture."""
+    """The threads whose unsafe calls (waits, event queries, pinning) the driver refuses during a capture."""
 
     GLOBAL = "global"
     """Every thread of the process. torch's default."""
     THREAD_LOCAL = "thread_local"
-    """The thread that captures. The default here: other threads need not know of the capture."""
+    """The capturing thread. The default of this library: other threads need not know of the capture."""
     RELAXED = "relaxed"
-    """No thread, but for calls about the streams that are captured."""
+    """No thread, except for calls on captured streams."""
 
 
 class Capture:
-    """A capture, from its begin on; it is of the thread that has begun it.
+    """One capture, which belongs to the thread that began it.
 
     Args:
-        graph: torch's, which it ends in.
-        stream: on which it begins and ends.
-        memory: of other graphs, which it is to share; ``None`` for its own.
+        graph: torch's graph.
+        stream: the stream on which the capture begins and ends.
+        memory: the memory of other graphs to share; ``None`` for new memory.
     """
 
     def __init__(self, graph: Any, stream: torch.Stream, mode: CaptureMode, memory: MemoryPool | None) -> None:
@@ -60,16 +62,16 @@ class Capture:
         self.mode = mode
         self.memory = memory
         self.thread = threading.get_ident()
-        #: The streams that are known to be captured: others come in by waiting for an event of these.
+        #: The streams known to be captured. Others join the capture when they wait for an event of these.
         self.streams = {stream}
         self.is_over = False
 
 
 class Captures:
-    """Those that this library has begun. One of the program's own is noticed by asking the stream."""
+    """The active captures that this library began. A capture by the program shows when the stream is queried."""
 
     def __init__(self) -> None:
-        #: Replaced, never changed: read without a lock, and by everything that is about an event.
+        #: Replaced, never mutated: every operation on an event reads it, without a lock.
         self.under_way: tuple[Capture, ...] = ()
 
     def begin(self, capture: Capture) -> None:
@@ -80,62 +82,55 @@ class Captures:
         self.under_way = tuple(one for one in self.under_way if one is not capture)
 
     def own(self) -> Capture | None:
-        """That of the calling thread."""
         thread = threading.get_ident()
         return next((one for one in self.under_way if one.thread == thread), None)
 
     def forbid_queries(self) -> bool:
-        """Whether the calling thread would invalidate a capture by asking the driver about an event.
-
-        By waiting for one, pinning or unpinning it would as well.
-        """
+        """Returns whether the calling thread would invalidate a capture by querying an event, waiting or pinning."""
         thread = threading.get_ident()
         return any(one.thread == thread or one.mode is CaptureMode.GLOBAL for one in self.under_way)
 
     def of(self, stream: torch.Stream) -> Capture | None:
-        """That which ``stream`` is captured in."""
         for one in self.under_way:
             if stream in one.streams:
                 return one
-        for one in self.under_way:  # there is one for each device at most
+        for one in self.under_way:  # at most one per device
             if one.stream.device == stream.device and captures.stream_is_capturing(stream):
                 one.streams.add(stream)
                 return one
         return None
 
 
-#: Of this process, as drivers see it.
 CAPTURES = Captures()
 
 
 class AcceleratorCaptures:
-    """Begins and ends captures. torch's own context managers are left alone: where the end of a capture raises, their
-    exit leaves the stream of the capture selected.
+    """Begins and ends captures, without torch's context managers: these leave the wrong stream current on an error.
 
     Args:
-        waiting: with the index of a device, is around a wait for it: its events of before are over afterwards.
-        poll: lets go of what is over, such as a graph that has gone while it ran.
+        waiting: a context around a wait for a device (by index), which marks the earlier events as completed.
+        poll: releases objects of completed work (e.g. a graph that was dropped while it ran).
     """
 
     def __init__(self, waiting: Callable[[int], AbstractContextManager[None]], poll: Callable[[], None]) -> None:
         self._waiting, self._poll = waiting, poll
         self._lock = threading.Lock()
-        #: What the capturing thread had selected: the stream of the capture's device, and that of the selected device.
+        #: The streams to restore: the current stream of the capture's device, and that of the current device.
         self._before: dict[Capture, tuple[torch.Stream, torch.Stream]] = {}
 
     def begin(self, stream: torch.Stream, mode: CaptureMode, memory: MemoryPool | None, *, keep: bool) -> Capture:
-        """What is enqueued on ``stream`` becomes a part of a graph, until the capture ends; the stream is selected.
+        """Begins to capture the work on ``stream`` into a graph, and makes ``stream`` current.
 
-        The host waits for the device first. So, during the capture, an event of before is over, and no driver is asked
-        about it; an event that is recorded inside of it is not over, and may be waited for by streams only.
+        The host waits for the device first. So during the capture, every earlier event is known to have completed
+        without a query of the driver; an event recorded inside has not, and only streams may wait for it.
 
         Args:
-            stream: not the default one.
-            memory: of other graphs, which this one is to share.
-            keep: whether the graph is to be looked at.
+            stream: not the default stream.
+            memory: the memory of other graphs to share.
+            keep: whether the graph will be inspected.
 
         Raises:
-            CaptureStateError: the calling thread captures, or another one in whose way this would be.
+            CaptureStateError: the calling thread captures already, or another capture would be disturbed.
         """
         accelerator, device = torch.accelerator, stream.device
         with self._lock:
@@ -147,12 +142,12 @@ class AcceleratorCaptures:
                         f"a capture was begun on {device} while another thread captures on {other.stream.device}, mode "
                         f"{other.mode.value!r}: the host waits for the device first, which would invalidate that one"
                     )
-            # Every event that there is is over then, and need not be queried during the capture.
+            # All earlier events have completed then, and need no query during the capture.
             with self._waiting(device.index):
                 accelerator.synchronize(device.index)
-            self._poll()  # not in the capture; and the memory that this gives back is for it
+            self._poll()  # before the capture, which forbids it; and freed memory serves the capture
             captures.forget_workspaces()
-            accelerator.empty_cache()  # a graph allocates its own
+            accelerator.empty_cache()  # the graph allocates in its own pool
             graph, memory = captures.new_graph(keep), captures.graph_memory_pool() if memory is None else memory
             before = accelerator.current_stream(device.index), accelerator.current_stream()
             accelerator.set_stream(stream)
@@ -170,10 +165,10 @@ class AcceleratorCaptures:
             return capture
 
     def end(self, capture: Capture) -> None:
-        """The graph of ``capture`` can be replayed from here on. The stream that was selected is selected again.
+        """Ends ``capture``, whose graph can be replayed from here on, and restores the current stream.
 
         Raises:
-            CaptureInvalidatedError, UnjoinedStreamError: there is no graph. What it had is given back.
+            CaptureInvalidatedError, UnjoinedStreamError: there is no graph. Its memory was freed.
             CaptureStateError: the capture is over, or another thread's.
         """
         self._check_may_end(capture)
@@ -188,11 +183,11 @@ class AcceleratorCaptures:
             capture.memory = capture.graph.pool()
 
     def abandon(self, capture: Capture) -> None:
-        """Ends ``capture`` after an error, without a graph, and hides what the driver has to say of that."""
+        """Ends ``capture`` after an error, without a graph, and suppresses the driver's error."""
         self._check_may_end(capture)
         try:
             self._end_graph(capture)
-        except RuntimeError:  # the caller has an error of its own, which is what this one comes of
+        except RuntimeError:  # follows from the error that the caller has
             self._drop(capture)
         else:
             capture.graph.reset()
@@ -206,7 +201,7 @@ class AcceleratorCaptures:
             raise CaptureStateError("a capture was ended by another thread than has begun it")
 
     def _end_graph(self, capture: Capture) -> None:
-        """See [Note: workspaces]; before the graph gives its memory back, of which they may be."""
+        # See [Note: workspaces]: forget before the graph frees its memory, which may contain workspaces.
         torch.accelerator.set_stream(capture.stream)
         try:
             capture.graph.capture_end()
@@ -214,8 +209,8 @@ class AcceleratorCaptures:
             captures.forget_workspaces()
 
     def _drop(self, capture: Capture) -> None:
-        """Nothing is captured into the memory of ``capture`` any more: to 2.12 torch refuses to share it from here on,
-        since its allocator of pinned memory goes on to take it for that of a capture that is under way."""
+        # No further capture may use this memory: up to 2.12, torch's allocator of pinned memory takes it for the
+        # memory of an active capture, and refuses to share it.
         captures.release_failed_graph(capture.graph, capture.stream.device_index, capture.memory, ended=True)
         capture.memory = None
 
@@ -243,15 +238,12 @@ def _named(error: RuntimeError) -> GraphError:
     )
 
 
-# -- events -----------------------------------------------------------------------------------------------------------
-
-
 class AcceleratorEvent:
-    """A point on a stream; equal to itself only. ``EventPool.record`` makes it.
+    """A point on a stream, compared by identity. ``EventPool.record`` makes it.
 
-    [Note: an event that was never recorded]
-    To CUDA such an event is complete: waiting for it is a silent no-op and querying it says yes, so a missing record
-    would pass for a finished copy. So there is none: an event comes into being by being recorded.
+    [Note: events are recorded when made]
+    CUDA reports an event that was never recorded as complete: waiting for it is a silent no-op, so a missing record
+    would look like a finished copy. So no event exists without a record.
     """
 
     __slots__ = ("__weakref__", "_done", "_event", "began", "recorded_on")
@@ -260,14 +252,12 @@ class AcceleratorEvent:
         stream.record_event(event)
         self._event = event
         self._done = False
-        #: Before the copy that this one stands behind; both tell the time. ``None`` where the copy is not timed.
+        #: Recorded before the timed copy that this event follows; ``None`` if the copy is not timed.
         self.began: AcceleratorEvent | None = None
-        #: Which names its device too.
         self.recorded_on = stream
 
     def wait_on(self, stream: torch.Stream) -> None:
-        """Makes what is enqueued on ``stream`` from here on come after this event."""
-        # A stream is in order by itself, and what is enqueued now comes after what is already over.
+        # A stream needs no wait for its own events, nor for completed ones.
         if not self._done and stream != self.recorded_on:
             if CAPTURES.under_way and CAPTURES.of(stream) is not None:
                 raise CaptureStateError(
@@ -277,14 +267,14 @@ class AcceleratorEvent:
             stream.wait_event(self._event)
 
     def seconds_until(self, other: AcceleratorEvent) -> float:
-        """Device time from here to ``other``, both over, of one device, and made to tell the time; 0 if they do not."""
+        """Returns the device time until ``other`` in seconds (both timed and completed); 0 if the device has none."""
         try:
             return self._event.elapsed_time(other._event) / 1e3
         except RuntimeError:
             return 0.0
 
     def tells_time(self) -> bool:
-        """Whether events of this kind of device, of which this one is over, tell the time if they are made to."""
+        """Returns whether timed events of this kind of device measure time. This event has completed."""
         try:
             self._event.elapsed_time(self._event)
         except RuntimeError:
@@ -292,15 +282,14 @@ class AcceleratorEvent:
         return True
 
     def query(self) -> bool:
-        """Whether it is over, as far as is known where a capture forbids to ask the driver; never blocks."""
+        """Returns whether the event has completed, as far as known if a capture forbids queries; never blocks."""
         if not self._done and not (CAPTURES.under_way and CAPTURES.forbid_queries()) and self._event.query():
             self._done = True
-            if sanitizer() is not None:  # torch tells it what the host has waited for, and not what it was told
+            if sanitizer() is not None:  # torch's sanitizer learns of a host's wait, but not of a query
                 self._event.synchronize()
         return self._done
 
     def synchronize(self) -> None:
-        """Makes the host wait until it is over."""
         if not self._done:
             if CAPTURES.under_way and CAPTURES.forbid_queries():
                 raise _no_wait()
@@ -308,12 +297,12 @@ class AcceleratorEvent:
             self._done = True
 
     def note_over(self) -> None:
-        """The host has waited for the whole device since this was recorded."""
+        """Marks the event as completed: the host has waited for the whole device since the record."""
         self._done = True
 
 
 class CapturedEvent(AcceleratorEvent):
-    """A point on a stream that is being captured: a place in the graph, to which no moment belongs."""
+    """A point on a captured stream: a place in the graph, without a time."""
 
     __slots__ = ("_capture",)
 
@@ -353,36 +342,28 @@ def _no_wait() -> CaptureStateError:
 
 
 class _EventRecord(FinalizerRecord[AcceleratorEvent]):
-    """A weak reference to an event, and the event of torch's that is free when that is gone."""
-
     __slots__ = ("event",)
     event: torch.Event
 
 
 class _Kind:
-    """The events of torch's of one device that tell the time, or that do not."""
-
     __slots__ = ("free", "in_use")
 
     def __init__(self) -> None:
         self.in_use: set[_EventRecord] = set()
-        #: Those whose event has gone. What waits for one already waits for the record that there was then.
+        #: Records whose event has died. Earlier waits for one of these are waits for its previous record.
         self.free: deque[_EventRecord] = deque()
 
 
 class EventPool:
-    """Torch's events are recorded again once the events that they stood for are gone. Thread-safe, without a lock."""
+    """Reuses torch's events once the objects that stood for them have died. Thread-safe, without a lock."""
 
     def __init__(self) -> None:
         self._plain: dict[int, _Kind] = {}
         self._timed: dict[int, _Kind] = {}
 
     def record(self, stream: torch.Stream, *, timed: bool = False) -> AcceleratorEvent:
-        """A new event behind all that is enqueued on ``stream``.
-
-        Args:
-            timed: whether it is to tell the time.
-        """
+        """Returns a new event after all work enqueued on ``stream``; ``timed`` events measure time."""
         kinds, index = self._timed if timed else self._plain, stream.device_index
         kind = kinds.get(index)
         if kind is None:
@@ -401,14 +382,13 @@ class EventPool:
         return recorded
 
     def of(self, index: int) -> list[AcceleratorEvent]:
-        """Returns those of a device that are in use now."""
         kinds = [kind for kind in (self._plain.get(index), self._timed.get(index)) if kind is not None]
         found = [record() for kind in kinds for record in list(kind.in_use)]
         return [event for event in found if event is not None]
 
     @contextmanager
     def waiting(self, index: int) -> Iterator[None]:
-        """Is around a wait for a whole device: events of before, and no others, are known to be over afterwards."""
+        """Marks the events that existed before a wait for a whole device as completed after the wait."""
         before = self.of(index)
         yield
         for event in before:

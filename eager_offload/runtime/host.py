@@ -1,8 +1,8 @@
-"""The device is the CPU: a transfer stream is a thread with a queue.
+"""The runtime of a CPU device: a transfer stream is a thread with a queue.
 
-Compute on a CPU device is the calling thread itself, so an event recorded on it is over at once and a wait of compute
-is a wait of the host. A copy runs on its stream's thread while compute goes on, since system calls and large memory
-moves release the interpreter's lock.
+The calling thread computes, so an event recorded on the compute stream has already completed, and a wait of compute is
+a wait of the host. Copies run on their stream's thread while compute goes on, since system calls and large copies
+release the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from eager_offload.tiers.memory import anonymous_slab, resident_bytes, resident_
 from eager_offload.tiers.pool import Pool
 
 _SLAB_BYTES = 16 << 20
-#: Reload targets that are kept for the next reload: filling fresh pages takes the system two to three times as long.
+#: Bytes of reload targets kept for the next reload: filling fresh pages takes two to three times as long.
 _IDLE_BYTES = 64 << 20
 _PROBE_BYTES = 64 << 20
 
 
-#: The stream that stands for every thread that computes, whose work is over when the call returns. A call into C asks
-#: for it, since it is the type of the device.
+#: The compute stream of every thread: the device's type, which `current_stream` returns by a call into C.
 _COMPUTE: Final = "cpu"
 _OVER: Final = HostEvent()
 _OVER.complete(None)
@@ -47,16 +46,15 @@ _OVER.complete(None)
 class HostRuntime(Runtime):
     """The runtime of a CPU device.
 
-    Its streams and events are opaque to callers. Here they are ``Any``: each of these calls is on the way of a saved
-    tensor, and a ``cast`` is a call too.
+    Streams and events are annotated ``Any``: these methods run for each saved tensor, and a ``cast`` is a call.
     """
 
     has_one_stream = True
-    copies_hold_their_ends = True  # the thread has them until it is done
+    copies_hold_their_ends = True  # the thread holds them
     copies_storages = True
     holds_copies_back = True
-    given_bytes = 16 << 20  # small steps do the same each time, however fast the thread is
-    # Asked several times for each saved tensor, so each is a call into C: an event knows by itself. By position alone.
+    given_bytes = 16 << 20  # so that small steps do the same each time, however fast the thread is
+    # Called several times for each saved tensor, so each is a call into C that takes positional arguments only.
     query: Callable[[Event], bool] = attrgetter("done")  # type: ignore[assignment]  # in place of a method
     may_have_failed: Callable[[Event], object] = attrgetter("error")  # type: ignore[assignment]  # likewise
     copy_seconds: Callable[[Event], float | None] = attrgetter("seconds")  # type: ignore[assignment]  # likewise
@@ -66,25 +64,23 @@ class HostRuntime(Runtime):
 
     def __init__(self) -> None:
         super().__init__()
-        # The threads themselves start when there is work for them.
+        # The threads start when they first have work.
         self._out = TransferThread("eager_offload-out")
         self._in = TransferThread("eager_offload-in")
-        back = weakref.proxy(self._in)  # which holds the pool
-        #: Reload targets: page-aligned, so that direct I/O can fill them, and used again without new page faults as
-        #: long as reloads go on.
+        back = weakref.proxy(self._in)  # a proxy, because the thread holds the pool
+        #: Reload targets: page-aligned for direct I/O, and reused without new page faults while reloads go on.
         self.pool = Pool(
             anonymous_slab, slab_bytes=_SLAB_BYTES, idle_bytes=_IDLE_BYTES, on_first_use=lambda: back.record()
         )
         self._in.pauses = self.pool.rest
         self._in.is_wanted = self._out.is_wanted = self._users.__bool__
         self._polled: Living[Pollable] = Living()
-        # [Note: copies that are held back] in engine/transfers.py: it takes the next ones.
+        # An idle thread takes queued copies: see [Note: queued copies] in engine/transfers.py.
         self._out.runs_dry = partial(_poll, self._polled, holding_copies=True)
         self._out.pauses = partial(_poll, self._polled)
         self._process = psutil.Process()
-        #: Bytes that the process had resident when it was last asked.
         self._rss = 0
-        #: The most bytes that were seen to be resident in the step, and were in the process before it.
+        #: The most resident bytes seen in this step, and the process's peak before it.
         self._seen, self._most_before = 0, most_resident()
         tell_after_fork(self)
 
@@ -109,12 +105,11 @@ class HostRuntime(Runtime):
         self._seen, self._most_before = 0, most_resident()
 
     def release_freed(self, setting: bool | str) -> None:
-        """Begins to return freed memory to the system; ``setting`` as in a config."""
         with suppress(psutil.Error, OSError):
             trim.begin(setting, self._resident)
 
     def memory(self, device: torch.device) -> DeviceMemory:
-        with suppress(OSError):  # no free file descriptor to read it with
+        with suppress(OSError):  # no free file descriptor to read it with: return the last known value
             self._rss = self._resident()
         return DeviceMemory(self._rss)
 
@@ -137,7 +132,7 @@ class HostRuntime(Runtime):
         return resident_slab(nbytes)
 
     def measure_link(self, device: torch.device) -> LinkRates:
-        """Measures copies within host memory, which the host tier of a CPU makes; see ``DiskTier.measure`` too."""
+        """Measures copies within host memory, as the host tier of a CPU makes them; see also ``DiskTier.measure``."""
         source, target = anonymous_slab(_PROBE_BYTES).fill_(1), anonymous_slab(_PROBE_BYTES)
         seconds = list[float]()
         for _ in range(TIMES + 1):
@@ -166,11 +161,11 @@ class HostRuntime(Runtime):
 
     def copy(self, dst: Any, src: Any, stream: Any, after: Sequence[Any] = (), *, timed: bool = False) -> Event:
         pending: Sequence[HostEvent] = ()
-        for event in after:  # no comprehension, which would be a call
+        for event in after:  # a comprehension would be a call
             if not event.done:
                 pending = (*pending, event)
         call, end, slot = (src.read, dst, src) if type(dst) is Tensor else (dst.write, src, dst)
-        copied = HostEvent()  # from here on as in `submit`, which would be a call more for each copy
+        copied = HostEvent()  # `TransferThread.submit` inlined, to save a call for each copy
         copied.thread, copied.work = stream, partial(self._carry, call, end, slot, pending)
         stream.items.append(copied)
         if stream.sleeps:
@@ -181,7 +176,7 @@ class HostRuntime(Runtime):
 
     def _carry(self, *given: Any) -> None:
         carry(*given)
-        if isinstance(threading.current_thread(), OwnThread):  # not in pack or unpack
+        if isinstance(threading.current_thread(), OwnThread):  # on a transfer thread, not within pack or unpack
             with suppress(psutil.Error, OSError):
                 self._seen = max(self._seen, now := self._resident())
                 trim.look(self._resident, now)
@@ -191,7 +186,7 @@ class HostRuntime(Runtime):
         return resident
 
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
-        # Pages are aligned to every alignment_offset; the bytes before it are slack.
+        # Blocks are page-aligned, so the address of byte `alignment_offset` is right; the bytes before it are unused.
         nbytes = layout.alignment_offset + layout.nbytes
         try:
             target = self.pool.take(nbytes, leased=True)
@@ -205,17 +200,17 @@ class HostRuntime(Runtime):
 
 
 def most_resident() -> int:
-    """Returns the most memory that the process has had by the system's account; 0 where it keeps none."""
+    """Returns the process's peak of resident memory in bytes; 0 if the system does not report it."""
     if sys.platform == "win32":
         return 0
-    import resource  # which Windows has not
+    import resource  # not on Windows
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _poll(pollables: Living[Pollable], *, holding_copies: bool = False) -> bool:
-    """Whether all of them, or those alone that hold copies back, have taken up what is over; none is left out."""
+    """Polls all of them, or only those with queued copies. Returns whether each could poll."""
     polled = [one.poll_from_thread() for one in pollables if not holding_copies or one.holds_copies()]
     return all(polled)
 
@@ -223,19 +218,19 @@ def _poll(pollables: Living[Pollable], *, holding_copies: bool = False) -> bool:
 def carry(
     call: Callable[[Any], None], end: Tensor | torch.UntypedStorage, slot: Slot, after: Sequence[HostEvent] = ()
 ) -> None:
-    """Has ``slot`` written or read, on the thread that does it, once ``after`` is over.
+    """Writes or reads ``slot`` on the calling thread, after ``after`` has completed.
 
     Args:
-        end: the other end, flat ``uint8``; or a storage, whose first bytes are to be written.
+        end: the other end: flat ``uint8``, or a storage whose first ``slot.nbytes`` bytes are written.
 
     Raises:
-        OffloadError: whatever went wrong; a ``TransferError`` that tells its cause, where the tier raised another.
+        OffloadError: the copy failed; a ``TransferError`` with the cause if the tier raised another exception.
     """
     for event in after:
         event.wait()
     try:
         if not (slot.writes_storages or isinstance(end, Tensor)):
-            # Not `set_`: that would have a storage that was made smaller meanwhile grow again.
+            # Not `set_`, which would enlarge a storage that was made smaller since.
             end = torch.frombuffer(view_of(end.data_ptr(), slot.nbytes, end), dtype=torch.uint8)
         call(end)
     except OffloadError:
@@ -254,7 +249,6 @@ _runtime_lock = ForkSafeLock()
 
 
 def host_runtime() -> HostRuntime:
-    """The process's one runtime of the CPU device."""
     global _runtime
     with _runtime_lock.lock:
         if _runtime is None:

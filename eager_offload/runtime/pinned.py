@@ -1,21 +1,21 @@
-"""Pinned host memory: slabs that copy engines read and write while the host goes on.
+"""Pinned host memory: slabs that the device's copy engines read and write asynchronously.
 
 [Note: two ways to pin]
-Where the driver can be asked to *register* memory, a slab is pages of our own, exact to the page, pinned where it lies.
-Otherwise torch's allocator pins, and that rounds up to a power of two and keeps what it got: then every slab is asked
-for as one (``PowersOfTwo`` in ``tiers/pool.py``). Which of the two it is, is found out by registering a page.
+If the driver can *register* memory, a slab is memory that this module maps, of an exact number of pages, and pins in
+place. Otherwise torch's allocator pins, which rounds sizes up to a power of two and never frees; then each slab's size
+is a power of two (``PowersOfTwo`` in ``tiers/pool.py``). Registering one page shows whether the driver can.
 
-[Note: a slab is a piece]
-One registration covers one slab and no more. The driver refuses very large ones, and a copy that straddles two, so the
-slabs are the pieces in which host memory is registered, and a slot lies in one of them.
+[Note: slabs are pinned whole]
+One registration covers exactly one slab. Drivers refuse very large registrations, and refuse a copy that spans two of
+them, so host memory is registered slab by slab, and a slot lies within one slab.
 
 [Note: pages that are pinned]
-A page that is pinned has to stay where the device writes, so fork cannot leave it to parent and child until one of them
-writes: since Linux 5.9 it copies all that is pinned of private memory at once, a second and a GiB for each GiB, for
-each worker of a data loader. So a child gets none of it (``MADV_DONTFORK``, until the pages are back with the system).
-Nothing of the library touches a slab there: the child has no device, and unpack raises before it looks. Nor may it
-unmap one, since something of its own may be at these addresses: see ``LEFT_TO_THE_PARENT``. What torch's allocator
-pins is the driver's memory, which fork leaves out as it is.
+A pinned page must not move while the device writes to it, so fork cannot share it copy-on-write. Since Linux 5.9 fork
+copies all pinned private memory at once: about a second and a GiB per GiB, for each data-loader worker. Therefore a
+child does not inherit the pages (``MADV_DONTFORK``, until the pages are unmapped). The library never touches a slab in
+a child: there is no device, and unpack raises before it reads. The child must not unmap a slab either, because its own
+memory may be at the same addresses: see ``LEFT_TO_THE_PARENT``. Memory that torch's allocator pins belongs to the
+driver, and fork skips it anyway.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view
 from eager_offload.tiers.pool import ExactSizes, PowersOfTwo, SlabSizes
 from eager_offload.torch_private.captures import host_registration
 
-#: Bytes; the largest slab that is shared where sizes are exact.
+#: The largest slab that several requests share if sizes are exact, in bytes.
 _SHARED_BYTES = 64 << 20
-#: Bytes; more than this in one registration is refused by some drivers.
+#: Bytes; some drivers refuse larger registrations.
 _MOST_REGISTERED = 32 << 30
-#: ``cudaHostRegisterPortable``: for every device of the process.
+#: ``cudaHostRegisterPortable``: pinned for every device of the process.
 _PORTABLE = 1
 
 
 class _Owner:
-    """Goes with the last view of a registered slab."""
+    """Dies with the last view of a registered slab."""
 
     __slots__ = ("__weakref__",)
 
 
 class _OwnerRecord(FinalizerRecord[_Owner]):
-    """The pages of an owner, which the driver pinned for this process.
+    """The pinned pages of an owner.
 
     [Note: unpinning]
-    The garbage collector may drop the last view, in the midst of anything, and the pages must be unpinned
-    before they return to the system. So ``PinnedMemory.poll`` takes them up, from calls in which the driver may be
-    called.
+    The garbage collector may drop the last view at any point of the program, but pages must be unpinned before they
+    return to the system, by a call of the driver. So dead records are queued, and ``PinnedMemory.poll`` unpins them
+    in calls that may use the driver.
     """
 
     __slots__ = ("pages",)
@@ -64,10 +64,10 @@ class _OwnerRecord(FinalizerRecord[_Owner]):
 
 
 class PinnedMemory:
-    """Pins slabs. Thread-safe."""
+    """Allocates pinned slabs. Thread-safe."""
 
     def __init__(self) -> None:
-        #: Of the slabs that are alive, and of those that have gone; see [Note: finalizers] in `tiers/forking.py`.
+        #: Records of living slabs, and of slabs that have died: see [Note: finalizers] in `tiers/forking.py`.
         self._records: set[_OwnerRecord] = set()
         self.returned: deque[FinalizerRecord[_Owner]] = deque()
         self._lock = threading.Lock()
@@ -76,11 +76,10 @@ class PinnedMemory:
 
     @property
     def sizes(self) -> SlabSizes:
-        """How large slabs have to be, for a pool."""
         return ExactSizes(_SHARED_BYTES) if self._can_register() else PowersOfTwo()
 
     def allocate(self, nbytes: int) -> Tensor:
-        """A page-aligned slab, a flat ``uint8`` CPU tensor; pageable where it cannot be pinned, which one warning says.
+        """Returns a page-aligned slab (a flat ``uint8`` CPU tensor), pageable with one warning if it cannot be pinned.
 
         Raises:
             MemoryError: the system has no room.
@@ -90,7 +89,7 @@ class PinnedMemory:
             try:
                 return self._registered_slab(nbytes) if self._can_register() else self._torch_slab(nbytes)
             except RuntimeError as error:
-                # Not every driver counts what it pins against this limit, NVIDIA's does not: it bounds no headroom.
+                # A hint only: some drivers (e.g. NVIDIA's) do not count pinned memory against this limit.
                 reason, limit = str(error).partition("\n")[0], System().process_limit("RLIMIT_MEMLOCK")
                 lock = "" if limit is None else f", which is {size_text(limit)} now,"
                 warn_once(
@@ -103,25 +102,21 @@ class PinnedMemory:
             return self.pageable(nbytes)
 
     def pageable(self, nbytes: int) -> Tensor:
-        """A slab that is not pinned.
-
-        Raises:
-            MemoryError: the system has no room.
-        """
+        """Returns a slab that is not pinned. Raises ``MemoryError`` if the system has no room."""
         with torch.inference_mode(False):
             return resident_slab(nbytes)
 
     def poll(self) -> None:
-        """Unpins the slabs that have gone; what the process inherited from a parent stays as it is.
+        """Unpins the slabs that have died in this process.
 
-        Pages that the driver refuses to unpin are kept, since it still writes to them, and it is asked again by the
-        next poll. One warning says so.
+        If the driver refuses, it may still write to the pages: they are kept, the next poll tries again, and one
+        warning says so.
         """
         refused = list[FinalizerRecord[_Owner]]()
         while self.returned:
             try:
                 record = self.returned.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread took it
                 break
             assert isinstance(record, _OwnerRecord)
             if record not in self._records:
@@ -142,7 +137,7 @@ class PinnedMemory:
         self.returned.extend(refused)
 
     def after_fork(self) -> None:
-        """The child's locks are free, and nothing of the parent's is touched."""
+        """Frees the child's locks; the parent's slabs are not touched."""
         LEFT_TO_THE_PARENT.extend(self._records)
         self._records, self._lock = set(), threading.Lock()
 
@@ -168,13 +163,13 @@ class PinnedMemory:
         self._records.add(record)
         try:
             register(pages.data_ptr(), nbytes)
-        except Exception:  # after an interrupt they may be registered
+        except Exception:  # not BaseException: after an interrupt the pages may be registered
             self._records.discard(record)
             raise
         return torch.frombuffer(view_of(pages.data_ptr(), nbytes, owner), dtype=torch.uint8)
 
     def _torch_slab(self, nbytes: int) -> Tensor:
-        # Pinned memory starts at a page as it is. Room to spare would double a slab whose size is a power of two.
+        # torch's pinned memory starts at a page. Spare bytes would double a slab whose size is a power of two.
         slab = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         if slab.data_ptr() % PAGE == 0:
             return slab
@@ -184,7 +179,7 @@ class PinnedMemory:
 
 
 def register(address: int, nbytes: int) -> None:
-    """Pins memory where it lies. Raises ``NotImplementedError`` or ``RuntimeError`` where that cannot be done."""
+    """Pins memory in place. Raises ``NotImplementedError`` or ``RuntimeError`` if that is impossible."""
     registration = host_registration()
     if registration is None:
         raise NotImplementedError("this torch cannot register memory")
@@ -192,16 +187,16 @@ def register(address: int, nbytes: int) -> None:
 
 
 def unregister(address: int) -> None:
-    """Unpins what was registered at ``address``. Raises ``RuntimeError`` where the driver refuses to."""
+    """Unpins the memory registered at ``address``. Raises ``RuntimeError`` if the driver refuses."""
     registration = host_registration()
     assert registration is not None
     _check_code(registration.unregister(address), "cudaHostUnregister")
 
 
 def _check_code(code: object, call: str) -> None:
-    """Raises ``RuntimeError`` where a call of the driver's has returned the number of an error."""
+    """Raises ``RuntimeError`` if a driver call returned an error code."""
     if number := int(cast(int, code)):
-        # The error stays behind, and the next kernel would be taken for its cause. To launch one takes it away.
+        # The driver keeps the error, and the next kernel launch would report it. This launch clears the error.
         with suppress(RuntimeError):
             torch.empty(1, device=torch.accelerator.current_accelerator()).fill_(1)
         raise RuntimeError(f"{call} failed with error {number}")

@@ -1,31 +1,34 @@
-"""Between a device and a tier that no copy engine reaches, such as a disk: through pinned memory, in a pipeline.
+"""Copies between a device and a tier that copy engines cannot reach (e.g. a disk): a pipeline through pinned memory.
 
-    offload   the device's stream copies into staging | the writer's thread writes that to the tier
-    reload    the reader's thread reads into staging  | and enqueues the copy to the device on its stream
+    offload   the device's stream copies into staging memory | the writer thread writes to the tier
+    reload    the reader thread reads into staging memory    | and enqueues the copy to the device
 
 [Note: stages overlap]
-Each storage that travels has staging room of its own, so while one is written, the next ones are copied off the device,
-and while one is copied back, the next is read: the room that was read into last is held, or the next read would be
-given that one again and wait for its copy. Room is bounded for each way. A storage that is
-larger than the bound has all of it alone.
+Each storage has its own staging memory: while one storage is written, the next are copied off the device, and while one
+is copied back, the next is read. To that end the memory of the latest read is held: otherwise the next read would get
+the same memory, and wait for its copy. Staging memory is limited for each direction; a storage larger than the limit
+is staged alone.
 
 [Note: no room]
-The caller holds a lock, so it waits neither for room nor for the system, which takes long to pin memory: it takes what
-is pinned and free. Otherwise the copy off the device is left to the writer, which pins more, like the reader. From then
-on all copies are left to it, until the last of these has its room: else a later write would have the room of an earlier
-one. Before the writer writes what was left to it, it has
-the next ones copied, in order, as far as there is room, so that the stages overlap here too.
+An offload runs under the caller's lock, so it must not wait for staging memory, nor for the system to pin some. It uses
+memory that is pinned and free. If there is none:
 
-[Note: where the bytes are safe]
-An offload is over when its bytes are in the tier, not when they are in staging: until then the source lives, and a
-write that fails costs nothing but the attempt. It is the window that bounds what is held on the device meanwhile.
+1. The copy off the device is left to the writer, which may pin more memory, as the reader may.
+2. All later copies are left to the writer too, until the last left copy has its memory. Otherwise a later write could
+   hold the memory that an earlier write needs.
+3. Before the writer writes a left part, it enqueues the next left copies, in order, as far as memory allows. So the
+   stages still overlap.
 
-[Note: what orders the stages]
-The writer waits, as a host does, for the copy into staging; room goes back after the write. The reader waits for the
-last copy out of the room it was given, which goes back once the next copy is enqueued, and the stream of that copy for
-whatever the caller said. A stream that is to wait for a reload can do so once the reader has enqueued the copy: until
-then the host waits. Nothing waits for the threads' other transfers of the same slot: a thread holds the slot that it
-writes or reads, so that no slot is given anew before.
+[Note: an offload ends in the tier]
+An offload is over when its bytes are in the tier, not when they are staged. Until then the source is held, so a failed
+write loses nothing. The window limits the device memory held by that.
+
+[Note: order of the stages]
+The writer waits on the host for the copy into staging memory, which is freed after the write. The reader waits for the
+last copy out of the memory that it gets; that memory is reused once the next copy is enqueued. The copy's stream waits
+for the events of the caller. A stream can wait for a reload once the reader has enqueued the copy; until then the host
+waits. Other transfers of the same slot need no wait, because a thread holds the slot that it writes or reads, so that
+the slot is not reused before.
 """
 
 from __future__ import annotations
@@ -52,44 +55,40 @@ from eager_offload.tiers.base import Fence, MustGrow, Shortage, Slot
 from eager_offload.tiers.forking import FinalizerRecord, ForkSafeLock
 from eager_offload.tiers.pool import HostSlot, Pool, Quota
 
-#: Bytes of staging memory for each way, for the whole process.
+#: Staging memory of the process for each direction, in bytes.
 STAGING_BYTES = 256 << 20
 
 
 class StagedEvent:
-    """The end of a transfer that a thread has a part in; equal to itself only."""
+    """The end of a transfer that a thread takes part in; compared by identity."""
 
     __slots__ = ("__weakref__", "carried", "copied", "landed", "work")
 
     def __init__(self) -> None:
-        #: The thread's part, once it was given it.
+        #: The thread's operation, once submitted.
         self.work: HostEvent | None = None
-        #: The copy to the device that the thread has enqueued, if this is a reload that came so far.
+        #: A reload's copy to the device, once the thread has enqueued it.
         self.landed: AcceleratorEvent | None = None
-        #: The copy from the device, if this is an offload.
         self.copied: AcceleratorEvent | None = None
-        #: When the tier wrote or read, once it has; the device is faster.
+        #: The time of the tier's write or read, once known. It is the slower stage.
         self.carried: Span | None = None
 
     @property
     def on_device(self) -> AcceleratorEvent | None:
-        """The part of it that ran on the device, if it came so far."""
         return self.landed or self.copied
 
     def wait_on(self, stream: torch.Stream) -> None:
-        """Makes ``stream`` wait; the host waits until the thread has enqueued what there is to wait for."""
+        """Makes ``stream`` wait; blocks the host until the thread has enqueued the copy to wait for."""
         assert self.work is not None
         self.work.result()
         if self.landed is not None:
             self.landed.wait_on(stream)
 
     def query(self) -> bool:
-        """Whether it is over, by success or by failure; never blocks."""
         assert self.work is not None
         return self.work.done and (self.landed is None or self.landed.query())
 
     def synchronize(self) -> None:
-        """Makes the host wait until it is over."""
         assert self.work is not None
         self.work.result()
         if self.landed is not None:
@@ -98,11 +97,10 @@ class StagedEvent:
 
 @dataclass(eq=False)
 class _Part:
-    """A storage on its way through staging memory, part of which it takes once there is ``memory``, until it dies."""
+    """A storage that passes through staging ``memory``, which it holds until it dies."""
 
     event: StagedEvent
     slot: Slot
-    #: On the device.
     tensor: Tensor
     stream: torch.Stream
     after: list[Event]
@@ -111,7 +109,7 @@ class _Part:
 
 
 class _Room:
-    """Staging memory of one way. One transfer thread takes it; a thread that packs takes what is here and free."""
+    """The staging memory of one direction. Its transfer thread may allocate; a packing thread uses free memory only."""
 
     def __init__(self, device: Runtime, limit: int) -> None:
         self._device = device
@@ -121,21 +119,18 @@ class _Room:
         self._latest: HostSlot | None = None
 
     def take_at_once(self, part: _Part) -> bool:
-        """Gives ``part`` memory that is here and free; returns whether there was some. Waits for nothing."""
+        """Gives ``part`` pinned memory that is free; returns whether there was some. Never waits."""
         with suppress(MustGrow):
             part.memory = None if self._pool is None else self._pool.take(part.slot.nbytes, self._quota)
         return part.memory is not None
 
     def take(self, part: _Part, *, beyond: bool = True) -> bool:
-        """Gives ``part`` memory; may wait for the system.
+        """Gives ``part`` memory; may wait for the system. Returns whether there was some.
 
         Args:
-            beyond: whether it goes beyond the bound where that has no room, since nothing else is on its way.
-
-        Returns:
-            ``False`` where there is none.
+            beyond: whether to exceed the limit if nothing is free, since no other transfer is active.
         """
-        if part.memory is not None:  # a write before this one has had it copied
+        if part.memory is not None:  # given while an earlier part was written
             return True
         pool, quota = self._pool, self._quota
         if pool is None:
@@ -155,7 +150,7 @@ class _Room:
         return part.memory is not None
 
     def hold(self, slot: HostSlot) -> None:
-        """Has the next room lie beside ``slot``, where both fit; see [Note: stages overlap]."""
+        """Holds ``slot``, so that the next read gets other memory if possible; see [Note: stages overlap]."""
         self._latest = slot
 
     def close(self) -> None:
@@ -169,9 +164,8 @@ class Staging:
     """The threads of a runtime that write to disks and read from them, and their staging memory.
 
     Args:
-        device: the runtime that it belongs to.
-        enqueue: puts a copy of bytes on a stream, behind events of the device.
-        limit: bytes of staging memory for each way.
+        enqueue: enqueues a copy on a stream, after events of the device.
+        limit: bytes of staging memory for each direction.
     """
 
     def __init__(self, device: Runtime, enqueue: Callable[..., AcceleratorEvent], limit: int = STAGING_BYTES) -> None:
@@ -180,17 +174,17 @@ class Staging:
         self._writer = TransferThread("eager_offload-write")
         self._reader = TransferThread("eager_offload-read")
         self._out, self._in = _Room(device, limit), _Room(device, limit)
-        #: Of what takes room, until its write stands in the queue.
+        #: Held from the choice of memory until the write is queued, so that writes are queued in order.
         self._order = ForkSafeLock()
-        #: What was left to the writer, in order: while it lives and has no memory. See [Note: no room].
+        #: Parts left to the writer that have no memory yet, in order: see [Note: no room].
         self._left: deque[FinalizerRecord[_Part]] = deque()
-        #: Of the thread that takes out of it what is not left any more.
+        #: Guards the removal of parts from `_left`.
         self._looking = ForkSafeLock()
 
     def offload(
         self, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event], *, timed: bool
     ) -> StagedEvent:
-        """Has ``source`` copied into staging and written to ``slot``; see ``Runtime.copy``."""
+        """Copies ``source`` into staging memory and has it written to ``slot``; see ``Runtime.copy``."""
         event, is_left = StagedEvent(), False
         part = _Part(event, slot, source, stream, _of_device(after), timed)
         with self._order.lock:
@@ -203,10 +197,10 @@ class Staging:
                     self._left.append(FinalizerRecord(part))
                     event.work = self._writer.submit(partial(self._write_left, part))
             except BaseException:
-                if not is_left:  # else the writer may have it, and has to find it as it was
+                if not is_left:  # else the writer may have the part, and needs it unchanged
                     self._keep(part)
                     part.memory = None
-                del part  # or the traceback would hold it
+                del part  # or the traceback would hold its memory
                 raise
         return event
 
@@ -230,41 +224,41 @@ class Staging:
             raise
 
     def _keep(self, part: _Part) -> None:
-        """Keeps the memory of ``part``: what has failed may come after a copy into it, whose event is lost then."""
+        """Keeps the memory of ``part`` until the stream is past a copy that may have been enqueued before the error."""
         if part.memory is not None:
             self._device.keep_until(self._device.record(part.stream), part.memory)
 
     def reload(
         self, target: Tensor, slot: Slot, stream: torch.Stream, after: Sequence[Event], *, timed: bool
     ) -> StagedEvent:
-        """Has ``slot`` read into staging and copied from there into ``target``; see ``Runtime.copy``."""
+        """Has ``slot`` read into staging memory and copied into ``target``; see ``Runtime.copy``."""
         event = StagedEvent()
         part = _Part(event, slot, target, stream, _of_device(after), timed)
         event.work = self._reader.submit(partial(self._read, part))
         return event
 
-    # [Note: no closures] What a thread is given to do are methods with their arguments: the traceback of a failure
-    # keeps the variables of a closure alive, and with them the slot, for as long as the event is.
+    # [Note: no closures] Threads are given methods with arguments: the traceback of a failure would keep the variables
+    # of a closure alive, including the slot, as long as the event lives.
 
     def _write_left(self, part: _Part) -> None:
-        """Copies and writes ``part``; before it writes, it has the next ones copied for which there is room."""
+        """Copies and writes ``part``; before the write, enqueues the copies of following parts as memory allows."""
         if not self._out.take(part):
             _refuse(part.slot)
         if part.event.copied is None:
             self._copy_off(part)
-        with suppress(Exception):  # it keeps its memory, and the writer tries again when it comes to it
+        with suppress(Exception):  # a following part keeps its memory, and the writer tries again at its turn
             while (following := self._first_left()) is not None and self._out.take(following, beyond=False):
                 self._copy_off(following)
         self._write(part)
 
     def _write(self, part: _Part) -> None:
         memory, copied = part.memory, part.event.copied
-        if memory is not None and copied is not None:  # else the thread that packs was interrupted: nobody waits
+        if memory is not None and copied is not None:  # else the packing thread was interrupted, and nobody waits
             self._device.synchronize(copied)
             part.event.carried = _carry(part.slot.write, memory.tensor, part.slot)
 
     def _read(self, part: _Part) -> None:
-        """The reader's part of a reload: ends with the copy to the device enqueued."""
+        # The reader's part of a reload: it ends once the copy to the device is enqueued.
         device, slot = self._device, part.slot
         if not self._in.take(part):
             _refuse(slot)
@@ -276,12 +270,11 @@ class Staging:
         landed = self._enqueue(part.tensor, memory.tensor, part.stream, part.after, timed=part.timed)
         memory.fences = (Fence(device, landed),)
         self._in.hold(memory)
-        # The caller may have been interrupted, and then nothing else holds what is being written.
+        # If the caller was interrupted, nothing else holds the target of the copy.
         device.keep_until(landed, part.tensor)
         part.event.landed = landed
 
     def close(self) -> None:
-        """Has the threads carry out what they were given and end, and gives the staging memory back."""
         self._writer.close()
         self._reader.close()
         self._out.close()

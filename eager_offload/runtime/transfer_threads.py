@@ -1,4 +1,4 @@
-"""A transfer stream of a CPU device is a thread with a queue; its events are places in that queue."""
+"""Transfer streams of a CPU device: each is a thread with a queue, and an event is an entry of the queue."""
 
 from __future__ import annotations
 
@@ -22,37 +22,35 @@ from eager_offload.tiers.forking import (
     tell_after_fork,
 )
 
-#: Seconds without work after which a transfer thread ends; the next copy starts a new one.
+#: Seconds without work after which a transfer thread ends. The next copy starts a new one.
 _IDLE_SECONDS = 10.0
-#: Seconds without work after which a transfer thread has what is over taken up, since no call of the library may ever
-#: come again. Long beside the pauses between the reloads of a backward, which use the same memory again.
+#: Seconds without work after which a transfer thread polls, since the program may never call the library again. Longer
+#: than the gaps between the reloads of a backward, which reuse memory.
 _PAUSE_SECONDS = 0.05
-#: Seconds for which a transfer thread without work does not want to be woken; a small part of what a transfer takes
-#: that is worth its while.
+#: Seconds that a transfer thread without work dozes, in which nobody wakes it; short compared to a worthwhile transfer.
 _DOZE_SECONDS = 2e-4
-#: Seconds for which a process that ends waits for the copy that is under way.
+#: Seconds for which an exiting process waits for the running copy.
 _STOP_SECONDS = 10.0
 
 
 class HostEvent:
-    """Something that a transfer thread comes to, and how it ended; without work it only marks a place in the queue."""
+    """An operation of a transfer thread and its result; without ``work``, a mark in the queue."""
 
-    # Of the class: an `__init__` would be a call for each copy.
+    # Class attributes: an `__init__` would be a call for each copy.
     thread: TransferThread | None = None
     work: Callable[[], None] | None = None
     done = False
     error: BaseException | None = None
-    #: How long the work took from when it ``began``, if it succeeded.
+    #: The duration of the work from ``began`` on, if it succeeded.
     seconds: float | None = None
     began = 0.0
-    #: What it took of the processor.
     processor_seconds = 0.0
-    #: Whether it was carried out by a thread that computes, for want of one of its own.
+    #: Whether a computing thread ran the work, because no transfer thread could be started.
     inline = False
 
     def carry_out(self) -> None:
-        """Does the work; an error is carried to the threads that wait."""
-        work, self.work, failure = self.work, None, None  # or the event would hold the copy's tensors
+        """Runs the work; its error is raised in the threads that wait."""
+        work, self.work, failure = self.work, None, None  # otherwise the event would hold the copy's tensors
         if work is None:
             self.complete(None)
             return
@@ -60,24 +58,24 @@ class HostEvent:
         try:
             work()
             self.seconds = time.perf_counter() - self.began
-        except BaseException as error:  # a transfer thread never dies of it
-            # The lines of the traceback stay, for the report; the bytes that its frames held go.
+        except BaseException as error:  # a transfer thread survives every error
+            # Keep the lines of the traceback for the report, and release the locals of its frames.
             link: BaseException | None = error
             while link is not None:
                 traceback.clear_frames(link.__traceback__)
                 link = link.__cause__ or link.__context__
-            # Without this frame, which holds the event, which holds the error.
+            # Without this frame, which holds the event, which holds the error: a cycle.
             failure = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
         finally:
             self.processor_seconds = time.thread_time() - before
-            del work  # frames of the traceback lead back to this one
+            del work  # frames of the traceback refer to this frame
         self.complete(failure)
 
     def complete(self, error: BaseException | None) -> None:
         self.work = None
         self.error = error
         self.done = True
-        # A thread that counts itself among the waiters only now looks at `done` afterwards: it is not missed.
+        # No lost wake-up: a thread that registers as a waiter after this check reads `done` afterwards.
         thread = self.thread
         if thread is not None and thread.waiters:
             with thread.changed:
@@ -99,10 +97,10 @@ class HostEvent:
                 thread.waiters -= 1
 
     def result(self) -> None:
-        """Waits, then raises what made the transfer fail.
+        """Waits, then raises the transfer's error.
 
-        Each thread that waits gets an error of its own: its traceback holds that thread's frames, and with them the
-        bytes that they were about to use, while the event lives as long as the slot.
+        Each waiting thread gets a copy of the error: a traceback holds the thread's frames, and thereby the bytes that
+        they were about to use, while the event lives as long as the slot.
         """
         if not self.done:
             self.wait()
@@ -114,33 +112,33 @@ class HostEvent:
 
 
 class TransferThread:
-    """A transfer stream: operations in order, carried out by one thread that starts when there is work.
+    """A transfer stream: operations carried out in order by one thread, which starts when there is work.
 
     [Note: handing over]
-    To wake a thread is a system call, and then it wants the interpreter's lock while the caller still computes: for a
-    small tensor both cost more than everything else that is done for it. So a thread that has run out of work *dozes*
-    for a moment before it sleeps. A caller that enqueues meanwhile does not wake it, and it carries out what has come
-    together when the moment is over, or as soon as some thread waits for it.
+    To wake a thread takes a system call, and the woken thread competes for the interpreter's lock while the caller
+    computes: for a small tensor that costs more than all other work on it. So a thread without work *dozes* briefly
+    before it sleeps. Callers that enqueue in the meantime do not wake the thread; it runs the accumulated operations
+    after the doze, or as soon as another thread waits for one.
 
     [Note: no thread to be had]
-    Where the system starts no thread (a limit of the user or of a container, or the interpreter shuts down), the thread
-    that enqueues, or that waits, carries out itself what stands in the queue. That only takes its time.
+    If the system cannot start a thread (a limit of the user or the container, or the interpreter shuts down), the
+    thread that enqueues or waits runs the queued operations itself. That only costs time.
 
-    The thread is a daemon and ends by itself when it is idle, or in a pause when all that it served has gone. So a
-    process that exits never waits for it, and one that stopped offloading has no thread left.
+    The thread is a daemon. It ends by itself when it is idle, or in a pause once all its users have died, so an exiting
+    process never waits for it, and a process that stopped offloading has no thread left.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        #: Is called on the thread when there was no work for a moment, and before it ends; again after another moment
-        #: if it returns ``False``. What it waits for must not wait for the thread.
+        #: Called on the thread after a pause without work, and before it ends; called again after another pause if it
+        #: returns ``False``. It must not wait for a lock whose holder may wait for the thread.
         self.pauses: Callable[[], bool | None] = lambda: None
-        #: The same, as soon as all that was enqueued is done: it may enqueue what was held back until then.
+        #: Likewise, as soon as the queue is empty; it may enqueue further operations.
         self.runs_dry: Callable[[], bool | None] = lambda: None
-        #: Whether anything may give it work again; asked in pauses.
+        #: Whether anyone may enqueue work again; checked in pauses.
         self.is_wanted: Callable[[], bool] = lambda: True
-        #: For starting a thread. A signal handler that comes in the midst of that would wait for a thread that waits
-        #: for the lock: so a thread that holds it can begin nothing, with no ``Offload``.
+        #: Guards the start of a thread. A signal handler within that could wait for a thread that waits for this lock;
+        #: `ForkSafeLock` refuses reentrant calls of every `Offload` meanwhile.
         self._lock = ForkSafeLock()
         self._reset()
         _threads.add(self)
@@ -150,57 +148,55 @@ class TransferThread:
         return self.name
 
     def _reset(self) -> None:
-        #: Of the threads that wait for an event of this one. Events are many and waited for seldom: they share one.
+        #: For threads that wait for any event of this thread: events are many and waits few, so they share a condition.
         self.changed = threading.Condition()
         self.waiters = 0
-        # What the thread is at or has not come to; only the thread itself takes out, when it is done. `None` ends it.
+        # Running and queued operations. Only the thread removes one, after it is done; `None` ends the thread.
         self.items: deque[HostEvent | None] = deque()
         self.bell: SimpleQueue[FinalizerRecord[object] | None] = SimpleQueue()
         self._users: set[FinalizerRecord[object] | None] = set()
         self._dozes = self.sleeps = self._stops = False
         self._pausing = threading.Lock()
-        #: The one that carries out what is enqueued: an `OwnThread` that was started for it, or a caller without one.
+        #: The thread that runs operations: an `OwnThread`, or a caller if none could be started.
         self.thread: threading.Thread | None = None
-        #: The one that stepped down last; for a moment it still runs.
+        #: The previous thread, which may still be running its last lines.
         self._former: threading.Thread | None = None
 
     def submit(self, work: Callable[[], None] | None) -> HostEvent:
-        """Enqueues an operation; the event is over when that is, and carries what it raised."""
+        """Enqueues an operation; its event completes with it and carries its error."""
         event = HostEvent()
         event.thread, event.work = self, work
-        # Put first and look at the thread then; the thread says that it rests, or steps down, and looks for work then.
-        # One of the two sees the other.
+        # No lost wake-up: this appends first and then checks the thread's state; the thread first publishes that it
+        # sleeps or ends, and then checks the queue. So at least one of the two sees the other.
         self.items.append(event)
         if self.sleeps:
-            self.bell.put(None)  # one too many only makes the thread look once more
+            self.bell.put(None)
         elif self.thread is None:
             self._start()
         return event
 
     def record(self) -> HostEvent:
-        """Enqueues a new event, which is over when everything enqueued before it is."""
         return self.submit(None)
 
     def is_current(self) -> bool:
-        """Whether the calling thread is the one that carries the operations out."""
         return self.thread is threading.current_thread()
 
     def serve(self, user: object) -> None:
-        """Looks whether it is still wanted when ``user`` dies: see [Note: finalizers] in tiers/forking.py."""
+        """Wakes the thread when ``user`` dies, to check ``is_wanted``: see [Note: finalizers] in tiers/forking.py."""
         if self.thread is None:
             self._take_up_rings()
-        if user not in [one() for one in list(self._users) if one is not None]:  # one may come again and again
+        if user not in [one() for one in list(self._users) if one is not None]:  # may be registered repeatedly
             self._users.add(FinalizerRecord(user, self.bell.put))
 
     def hurry(self) -> None:
-        """Has the thread go on at once if it rests: another one waits for it."""
+        """Ends a doze or a sleep of the thread: another thread waits for it."""
         if self._dozes or self.sleeps:
             self.bell.put(None)
-        elif self.thread is None and self.items:  # none was started yet, or an interrupt came before that
+        elif self.thread is None and self.items:  # not started yet, or interrupted before the start
             self._start()
 
     def close(self) -> None:
-        """Has the thread carry out what is enqueued and end, and waits for that. Later work starts a new one."""
+        """Has the thread finish the queued operations and end, and waits for that. Later work starts a new thread."""
         thread = self.thread
         if isinstance(thread, OwnThread) and not self.is_current():
             self.items.append(None)
@@ -211,11 +207,11 @@ class TransferThread:
             thread.join()
 
     def stop(self) -> None:
-        """Calls nothing in pauses any more and ends the thread after what it is at: the process is about to end."""
+        """Ends the thread after its current operation, without further callbacks: the process is exiting."""
         self.runs_dry = self.pauses = lambda: None
         thread = self.thread
         if isinstance(thread, OwnThread) and not self.is_current():
-            self._stops = True  # what it has not come to stays: a later wait starts another one
+            self._stops = True  # queued operations stay: a later wait starts another thread
             self.bell.put(None)
             thread.join(_STOP_SECONDS)
             self._stops = False
@@ -223,26 +219,23 @@ class TransferThread:
             return
 
     def after_fork(self) -> None:
-        """In a forked child the thread does not exist: what it still had to do has failed there."""
         items = list(self.items)
         self._reset()
         for event in items:
             if event is not None and not event.done:
                 event.complete(UnderWayAtFork())
 
-    # -- on the threads that enqueue ----------------------------------------------------------------------------------
-
     def _start(self) -> None:
-        """See [Note: no thread to be had]."""
+        """Starts the thread, or runs the operations here: see [Note: no thread to be had]."""
         while True:
             with self._lock.lock:
                 if self.thread is not None or not self.items or self._begin_turn():
                     return
-                self.thread = threading.current_thread()  # no second one takes the same event meanwhile
+                self.thread = threading.current_thread()  # so that no second thread takes the same event
             try:
                 self._carry_out_here()
             finally:
-                self.thread = None  # and then look for what has come meanwhile
+                self.thread = None  # then loop, for operations that were enqueued in between
 
     def _carry_out_here(self) -> None:
         items = self.items
@@ -251,7 +244,7 @@ class TransferThread:
             if event is not None and not event.done:
                 event.inline = True
                 event.carry_out()
-                if isinstance(error := event.error, KeyboardInterrupt | SystemExit):  # it was meant for the caller
+                if isinstance(error := event.error, KeyboardInterrupt | SystemExit):  # meant for the caller
                     event.error = OffloadError("this transfer was interrupted")
                     items.popleft()
                     raise error
@@ -262,23 +255,21 @@ class TransferThread:
         try:
             thread.start()
         except RuntimeError:
-            if thread.ident is not None:  # it runs: a signal handler has raised this
+            if thread.ident is not None:  # the thread runs: a signal handler raised this
                 raise
             return False
-        self.thread = thread  # if an interrupt comes before this, the thread says so itself
+        self.thread = thread  # if an interrupt comes before this line, `_run` sets it
         return True
-
-    # -- on the thread itself -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         me = threading.current_thread()
         with self._lock.lock:
             if self.thread is not me and self.thread is not None:
-                return  # two were started, and two at the same queue would take an event for done that is not
+                return  # two were started: two threads on one queue would remove each other's events
             self.thread = me
         try:
             self._carry_out()
-        except BaseException as bug:  # of ours: nothing else comes this far. The threads that wait must hear of it.
+        except BaseException as bug:  # a bug of this module; waiting threads must learn of it
             while self.items:
                 event = self.items.popleft()
                 if event is not None and not event.done:
@@ -296,7 +287,7 @@ class TransferThread:
                     items.popleft()
                     ends = True
                     break
-                if not event.done:  # else an interrupt ended the turn of a caller right after it
+                if not event.done:  # done if an interrupt ended a caller's turn right after the operation
                     event.carry_out()
                 del event
                 items.popleft()
@@ -310,7 +301,7 @@ class TransferThread:
                 return
 
     def _rest_until_idle(self) -> bool:
-        """Dozes, then sleeps until there is work; ``False`` where there is, ``True`` where it is time to end."""
+        """Dozes, then sleeps until there is work; returns whether it is time to end."""
         has_asked = self._call(self.runs_dry) is not False
         self._dozes = True
         self._rest(_DOZE_SECONDS)
@@ -328,7 +319,7 @@ class TransferThread:
         return not rung and not self.items
 
     def _rest(self, seconds: float) -> bool:
-        """Waits until the bell rings, unless there is work; whether there was any reason to go on."""
+        """Waits for the bell, unless there is work; returns whether there was a reason to go on."""
         if self.items:
             return True
         try:
@@ -349,10 +340,10 @@ class TransferThread:
             return listener()
 
     def _end_turn(self) -> bool:
-        """Another thread takes over if work has come meanwhile: its caller may be waiting for the end of this one.
+        """Steps down; another thread takes over if there is work, whose caller may wait for this one's end.
 
         Returns:
-            ``False`` where there is no other: this one goes on.
+            ``False`` if no other thread could be started: this one goes on.
         """
         with self._lock.lock:
             self._former, self.thread = threading.current_thread(), None
@@ -362,16 +353,15 @@ class TransferThread:
         return True
 
 
-#: All of the process.
 _threads: Living[TransferThread] = Living()
 
 
 @atexit.register
 def _stop_all() -> None:
-    """Ends them before the interpreter ends.
+    """Ends all transfer threads before the interpreter exits.
 
-    The end of a copy frees tensors. Their destructors, in C++, give the interpreter's lock away and want it back; once
-    the interpreter is gone, a daemon thread that wants it is taken down in their midst, and that aborts the process.
+    The end of a copy frees tensors, whose C++ destructors release and reacquire the interpreter's lock. A daemon thread
+    that tries to acquire it after the interpreter's end is terminated in a destructor, which aborts the process.
     """
     for thread in _threads:
         thread.stop()
