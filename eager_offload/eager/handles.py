@@ -1,14 +1,14 @@
-"""What autograd holds in place of a saved tensor, and what those handles own.
+"""Handles: the objects that autograd stores in place of saved tensors, and the bytes that they own.
 
 [Note: lifetime belongs to handles]
     autograd's saved variable -> SavedView -> SavedStorage -> slot, source or reload
-Nothing else holds a ``SavedStorage`` strongly: everything else, schedules too, has a weak reference, its record. When
-autograd lets go of the last view, whatever the storage owns goes back by itself. There is no phase to be in, no count
-that has to reach zero, nothing to be cleared when a context is entered.
+Everything else, e.g. the schedule, references a ``SavedStorage`` weakly, by its record. When autograd frees the last
+view, the storage's slot and memory are returned. No phase is tracked, no count has to reach zero, and entering a
+context clears nothing.
 
-A handle never holds the tensor that pack received: an output's ``grad_fn`` owns the handle, and the cycle through C++
-is invisible to the garbage collector. ``tensor.detach()`` shares bytes and version counter and has no ``grad_fn``.
-A leaf has none either, and is held where it stays.
+A handle never holds the tensor that pack received: an output's ``grad_fn`` owns the handle, and the garbage collector
+cannot see this cycle through C++. ``tensor.detach()`` shares bytes and version counter, and has no ``grad_fn``. A leaf
+has none either, so a kept leaf is held itself.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from eager_offload.torch_private.memory import base_of, detached, neg_view, unse
 
 
 class Saves(Protocol):
-    """The saved tensors of one device, as their handles know them."""
+    """The saved tensors of one device, as far as handles use them."""
 
     offloader: DeviceOffloader
-    #: Of storages, by what names them.
+    #: The records of storages, by the key that identifies their bytes.
     names: dict[Hashable, StorageRecord]
     order: PrefetchOrder
     keeping: Keeping
@@ -53,23 +53,23 @@ class Saves(Protocol):
 
 
 class Moves(Protocol):
-    """What knows where the bytes of saved tensors are."""
+    """The transfers of saved tensors, as far as handles use them."""
 
     def fetch(self, view: SavedView) -> Tensor:
-        """Returns the tensor for the current stream once its bytes are there."""
+        """Returns the tensor, ordered after its reload on the current stream."""
 
     def prefetch(self, view: SavedView) -> None:
-        """Brings back a saved tensor that the caller is about to ask for, if there is room."""
+        """Reloads a saved tensor early, if there is room."""
 
     def drop_all_but(self, needed: SavedStorage) -> None:
-        """Lets go of all that was brought back early, but for ``needed``."""
+        """Frees all prefetched storages but ``needed``."""
 
     def hold_source(self, saved: SavedStorage, transfer: Transfer) -> None:
-        """Keeps the source of a storage that is promised, and whose bytes have arrived in a tier."""
+        """Keeps the source of an offloaded storage that backward is about to need."""
 
 
 class KeptTensor:
-    """The handle of a saved tensor that stays where it is."""
+    """The handle of a saved tensor that stays on the device."""
 
     __slots__ = ("__weakref__", "reason", "tensor", "version")
 
@@ -87,10 +87,10 @@ class KeptTensor:
 
 
 def detached_for_keeping(tensor: Tensor) -> Tensor:
-    """What a handle holds of a plain tensor, or a parameter, that stays.
+    """Returns the tensor that a ``KeptTensor`` stores for a plain tensor or parameter.
 
-    A leaf is held itself, so that `leaf.data = ...` stays visible, and as autograd does: see the note in originals.py.
-    See that above for why nothing else is.
+    A leaf is stored itself, so that a later ``leaf.data = ...`` is visible, as under autograd. Any other tensor is
+    stored as a detached alias, which avoids the cycle of [Note: lifetime belongs to handles].
     """
     if tensor.is_leaf:
         return tensor
@@ -98,7 +98,7 @@ def detached_for_keeping(tensor: Tensor) -> Tensor:
 
 
 class Returned(NamedTuple):
-    """A reloaded storage that was handed to autograd, where in it the footprint begins, and when it was there."""
+    """A reloaded storage that autograd received, the offset of the footprint in it, and the event of the reload."""
 
     storage: weakref.ref[torch.UntypedStorage]
     first_byte: int
@@ -114,22 +114,21 @@ class CopyStart(NamedTuple):
 
 
 class StorageRecord(BytesRecord["SavedStorage"]):
-    """A weak reference to a saved storage, and the part of what is known of it that is needed once it is gone."""
+    """A weak reference to a saved storage, with the facts that are needed after the storage has died."""
 
     __slots__ = ("key", "name", "queue", "reload", "saves")
-    #: Names it in traces; it grows with every save.
+    #: Identifies the storage in traces; increases with each save.
     key: int
-    #: Names what it covers: further saves of the same bytes are recognised by it.
+    #: Identifies the bytes, so that a further save of the same bytes is recognized.
     name: Hashable
-    #: That in which it waits to leave.
+    #: The queue in which the storage waits for its offload.
     queue: ResidentQueue | None
-    #: The copy that brings it back, or has, whose event says when; ``SavedStorage.target`` is where.
+    #: The reload, under way or over; ``SavedStorage.target`` is its destination.
     reload: Transfer | None
-    #: Who saved it. Weak, since they hold the record.
+    #: Weak, because ``Saves`` holds the record.
     saves: weakref.ref[Any]
 
     def on_finalized(self) -> None:
-        """The last view of the storage has died."""
         super().on_finalized()
         if (saves := self.saves()) is None:
             return
@@ -146,7 +145,7 @@ class StorageRecord(BytesRecord["SavedStorage"]):
             self.stay(KeepReason.NEWEST)
         if self.reload is not None:
             offloader.drop_resident(self.reload)
-        self.queue = self.reload = None  # a trace may hold it
+        self.queue = self.reload = None  # a trace may hold the record
 
     def stay(self, reason: KeepReason) -> None:
         super().stay(reason)
@@ -162,14 +161,14 @@ class StorageRecord(BytesRecord["SavedStorage"]):
                 saves.moves.hold_source(saved, transfer)
             if saves.script is not None:
                 saves.script.note_moved(saved.step, saved.first)
-        # The source's bytes go; the aliases that views hold stay, as counters of its versions.
+        # Free the source. Views keep their aliases, without bytes, as version counters.
         for alias in saved.aliases:
             alias.data = without_bytes(alias.dtype, alias.device, alias.is_conj(), alias.is_neg())
         saved.aliases.clear()
 
 
 class SavedStorage:
-    """A storage that was offloaded or is to be, shared by every view of it that autograd saved."""
+    """A storage that is or will be offloaded; all saved views of it share this object."""
 
     __slots__ = (
         "__weakref__",
@@ -210,41 +209,41 @@ class SavedStorage:
         record.saves = weakref.ref(saves)
         self.origin = weak_storage(storage)
         self.footprint = footprint
-        #: What memory must look like that its bytes come back to: at the address of the footprint's first byte, modulo
-        #: the alignment that reloads keep.
+        #: Size and alignment of reload targets. The address modulo ``ALIGNMENT`` is that of the source, because kernels
+        #: choose their summation order by alignment.
         self.layout = Layout(footprint.moved, (storage.data_ptr() + footprint.start) % ALIGNMENT)
         self.saves = saves
-        #: The step that saved it, the number of the save in that, and that of the first save of the same storage.
+        #: The step of the save, the save's number in the step, and the number of the first save of the same storage.
         self.step = step
         self.number = self.first = number
         #: The compute stream noted at pack: reload targets are allocated on it.
         self.stream = stream
-        #: While the source is held: an alias of it for each view. Once released they hold no bytes, only the counters
-        #: of the source's versions, and only the views have them.
+        #: An alias of the source for each view, until the source is freed. Then the views alone hold them, without
+        #: bytes, as version counters.
         self.aliases: list[Tensor] = []
-        #: The tensor whose version counter the views share, to recognise further views of it.
+        #: The tensor whose version counter the views share.
         self.root: Callable[[], Tensor | None] = weakref.ref(tensor if (base := base_of(tensor)) is None else base)
         self.started: CopyStart | None = None
-        #: How many times this storage was saved as a new one, because it might have been written in between.
+        #: How many times this storage was saved as a new one, because its bytes might have changed in between.
         self.times_saved = 1
-        #: Whether that has happened since, so that the library itself may hold what this one was copied from.
+        #: Whether a later save made another ``SavedStorage``, which may keep this one's source alive.
         self.saved_anew = False
         self.slot: Slot | None = None
-        #: What ``record.reload`` brings it back to.
+        #: The destination of ``record.reload``.
         self.target: Tensor | None = None
-        #: The reloaded storage after it was handed to autograd: served again for as long as it lives.
+        #: The reloaded storage that autograd received: served again while it lives.
         self.returned: Returned | None = None
-        #: What it owns of that: see the note in originals.py.
+        #: Tensors that autograd received and this object owns: see the note in originals.py.
         self.given: tuple[Tensor, ...] = ()
 
     def source_bytes(self) -> Tensor:
-        """The range of the storage that it is about, flat."""
+        """Returns the footprint's bytes in the source, as a flat tensor."""
         alias = self.aliases[0]
         nothing, storage = without_bytes(torch.uint8, alias.device).data, alias.untyped_storage()
         return set_over(nothing, storage, self.footprint.start, (self.footprint.nbytes,), (1,))
 
     def returned_bytes(self) -> Tensor | None:
-        """The same of what autograd was given, as long as that holds it and it was not resized."""
+        """Returns the footprint's bytes in the storage that autograd received, if it is alive and was not resized."""
         storage = None if self.returned is None else self.returned.storage()
         if self.returned is None or storage is None:
             return None
@@ -255,7 +254,7 @@ class SavedStorage:
 
 
 class SavedView:
-    """The handle of one saved tensor whose storage was offloaded or is to be."""
+    """The handle of one saved tensor whose storage is or will be offloaded."""
 
     __slots__ = (
         "__weakref__",
@@ -276,49 +275,49 @@ class SavedView:
 
     def __init__(self, storage: SavedStorage, tensor: Tensor, step: Step, number: int) -> None:
         self.storage = storage
-        #: The step that saved it, and the number of the save in that.
         self.step = step
+        #: The number of the save in its step.
         self.number = number
-        #: This save of the storage, in the order of need.
+        #: This save's place in the order in which backward needs storages.
         self.use = step.uses.add(number, storage.record, storage.footprint.nbytes)
         self.size = tensor.size()
         self.stride = tensor.stride()
-        #: In elements, from the start of the storage.
+        #: Elements from the start of the storage.
         self.offset = int(tensor.storage_offset())
         self.dtype = tensor.dtype
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
         self.version: int = version_of(tensor)
-        self.alias = Tensor.detach(tensor)  # a subclass may have one of its own
-        if storage.record.state is AWAY:  # the storage has left: this view needs only the counter of its versions
+        self.alias = Tensor.detach(tensor)  # a subclass may override detach
+        if storage.record.state is AWAY:  # the source is gone: this view needs only a version counter
             self.alias.data = without_bytes(self.dtype, tensor.device, self.conj, self.neg)
         else:
             storage.aliases.append(self.alias)
-        #: What was saved; ``None`` where autograd would make an alias of it.
+        #: The original tensor; ``None`` if autograd would return an alias.
         self.original = None if tensor.requires_grad else original_of(tensor)
 
     @property
     def shares(self) -> bool:
-        """Whether an earlier save has brought the storage in."""
+        """Whether an earlier save created ``storage``."""
         return self.storage.number != self.number or self.storage.step is not self.step
 
     def unpack(self) -> Tensor:
-        """Returns the saved tensor again, for the stream that is current now.
+        """Returns the saved tensor, ordered after its reload on the current stream.
 
         Raises:
-            SavedTensorModifiedError: it was changed in place after it was saved.
-            TransferError, CorruptionError: its bytes did not come back.
+            SavedTensorModifiedError: the tensor was modified in place after the save.
+            TransferError, CorruptionError: its bytes could not be reloaded.
             OffloadError: the current stream is being captured.
         """
         saves = self.storage.saves
         offloader, moves, readings = saves.offloader, saves.moves, saves.keeping.readings
-        if offloader.can_capture or offloader.lock._is_owned():  # else nothing is refused
+        if offloader.can_capture or offloader.lock._is_owned():  # else no call is refused
             offloader.refuse_call("backward asked for a tensor that was offloaded")
-        if version_of(self.alias) != self.version:  # where autograd's own check would, were no hooks installed
+        if version_of(self.alias) != self.version:  # as autograd's own check, which hooks switch off
             raise modified(self.alias, self.size, self.version)
         try:
             if readings is not None:
-                with offloader.lock:  # which other threads' steps read too
+                with offloader.lock:  # steps of other threads use the readings, too
                     readings.note_ask(self.step.log, self.number)
             if profiler_is_on():
                 with profiled("unpack"):
@@ -326,7 +325,7 @@ class SavedView:
             else:
                 tensor = moves.fetch(self)
         except (torch.OutOfMemoryError, MemoryError):
-            tensor = None  # not while the error is handled, whose frames hold what is to go
+            tensor = None  # make room outside of this block: the error's frames hold the memory
         except OffloadError:
             raise
         except BaseException:
@@ -345,17 +344,17 @@ class SavedView:
         return tensor
 
     def prefetch(self) -> None:
-        """Starts to bring the tensor back, if it is away and there is room."""
+        """Starts to reload the tensor, if it was offloaded and there is room."""
         saves = self.storage.saves
         saves.offloader.refuse_call("a tensor that was offloaded was to be brought back")
         with saves.offloader.crashing():
             saves.moves.prefetch(self)
 
     def over(self, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
-        """This view over ``storage``, in which the footprint begins at ``first_byte``.
+        """Returns this view over ``storage``, in which the footprint begins at ``first_byte``.
 
-        It shares the version counter of what was saved, as the tensor that autograd itself would unpack does: should
-        backward change it in place, the next unpack finds out.
+        The view shares the version counter of the saved tensor, as a tensor that autograd unpacks does: if backward
+        modifies the view in place, the next unpack raises.
         """
         alias = self.alias
         offset = self.offset + (first_byte - self.storage.footprint.start) // self.dtype.itemsize
@@ -372,7 +371,7 @@ class SavedView:
 
 
 def modified(counter: Tensor, size: torch.Size, expected: int) -> SavedTensorModifiedError:
-    """What autograd says when it finds a saved tensor changed, in its words."""
+    """Returns the error of autograd for a modified saved tensor, in autograd's words."""
     return SavedTensorModifiedError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{counter.type()} {list(size)}] is at version {version_of(counter)}; expected version {expected} instead. "
@@ -382,10 +381,10 @@ def modified(counter: Tensor, size: torch.Size, expected: int) -> SavedTensorMod
 
 @cache
 def without_bytes(dtype: torch.dtype, device: torch.device, conj: bool = False, neg: bool = False) -> Tensor:
-    """Returns a tensor without bytes. Its ``.data`` is a new one, in half the time of ``torch.empty``.
+    """Returns an empty tensor. Its ``.data`` is a new tensor in half the time of ``torch.empty``.
 
     Args:
-        conj, neg: its lazy bits: what becomes the ``.data`` of a tensor must have the same, on some devices.
+        conj, neg: the lazy bits. Third-party devices require equal bits in ``tensor.data = ...``.
     """
     with torch.inference_mode(False):  # an inference tensor has no version counter to share
         nothing = torch.empty(0, dtype=dtype, device=device)
