@@ -1,9 +1,9 @@
-"""Which saved storages of one device leave now, where the bytes of each are, and when they come back.
+"""The transfers of one device's saved storages: offloads that are due, reloads, and prefetches.
 
-    start_due   the resident queue says what is due; a slot, a copy out
-    fetch       resident? else a reload; the look-ahead says what comes early and what goes
+    start_due   takes due storages from the resident queue and starts their copies out
+    fetch       returns a tensor, from the device or by a reload, and prefetches along the expected order
 
-What is here needs the lock, but for ``fetch``, which takes it.
+``fetch`` and ``prefetch`` take the offloader's lock; callers of all other methods hold it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from eager_offload.torch_private.memory import storage_of, version_of, weak_stor
 
 
 class Moves:
-    """The saved storages of one device, on their way out and back."""
+    """Offloads and reloads the saved storages of one device."""
 
     def __init__(self, offloader: DeviceOffloader, order: PrefetchOrder, keeping: Keeping) -> None:
         self._offloader, self._order, self._keeping = offloader, order, keeping
 
     def storages(self) -> list[SavedStorage]:
-        """Returns every storage that has a living handle, in the order of their saves."""
+        """Returns every storage with a live handle, in save order."""
         records = [record for record in self._offloader.records if isinstance(record, StorageRecord)]
         records.sort(key=attrgetter("key"))
         return [saved for record in records if (saved := record()) is not None]
@@ -46,13 +46,13 @@ class Moves:
     def start_due(
         self, queue: ResidentQueue, sequence: int | None, found: ReservedSlot | None = None
     ) -> Shortage | None:
-        """Starts what has to leave ``queue`` now; see ``ResidentQueue.due``.
+        """Starts the copies of the storages that are due in ``queue``.
 
         Args:
-            found: what the first of them lacked.
+            found: the slot that was reserved for the first of them, after a ``Shortage``.
 
         Returns:
-            What the rest waits for, if anything; see ``DeviceOffloader.go_on``.
+            What the remaining due storages wait for, if anything; see ``DeviceOffloader.go_on``.
         """
         offloader = self._offloader
         if not offloader.windows.is_known:
@@ -60,7 +60,7 @@ class Moves:
         record = queue.due(sequence)
         while record is not None:
             saved: SavedStorage | None = record()
-            if saved is None:  # it died a moment ago
+            if saved is None:  # its last handle has just died
                 offloader.resident_bytes -= queue.discard(record)
                 record = queue.due(sequence)
                 continue
@@ -69,7 +69,7 @@ class Moves:
             slot: Slot | None = None
             gathered: Tensor | None = None
             if storage.nbytes() < area.start + area.nbytes:
-                reason = KeepReason.LAYOUT  # resized since it was saved
+                reason = KeepReason.LAYOUT  # resized after the save
             elif marks.standing and marks.mark_of(storage) is Mark.KEEP:
                 reason = KeepReason.MARKED
             else:
@@ -81,7 +81,7 @@ class Moves:
                     reason = KeepReason.BUDGET
                 elif area.gathered and (gathered := gather(offloader, saved)) is None:
                     reason = KeepReason.FAILED
-                if marks.standing:  # a mark is in force until the copy starts
+                if marks.standing:  # a mark holds until the copy starts
                     marks.clear_mark(storage)
             record.queue, following = None, queue.due(sequence, without=record)
             saved.started = CopyStart(queue, sequence, version_of(saved.aliases[0]))
@@ -89,7 +89,7 @@ class Moves:
                 self._stay(saved, reason or KeepReason.BUDGET)
                 record = following
                 continue
-            saved.slot = slot  # before the copy starts: once that is over, the bytes are nowhere else
+            saved.slot = slot  # set before the copy starts: after it, the slot has the only bytes
             counters = offloader.accounts.counters
             if gathered is None:
                 transfer = Transfer(slot, area.nbytes, counters, record, storage)
@@ -98,20 +98,20 @@ class Moves:
             else:
                 transfer = Transfer(slot, area.nbytes + area.moved, counters, record)
                 offloader.add_resident(area.moved, transfer)
-                # The stream may still have to gather when the handle, and with it the source, goes.
+                # Keepalive: the stream may gather only after the handle, and with it the source, has died.
                 offloader.offload(gathered, slot, saved.stream, transfer, keepalive=storage, key=record.key)
             record = following
         return None
 
     def _stay(self, saved: SavedStorage, reason: KeepReason) -> None:
-        """Counts a storage that has not started to leave as kept, and with it every save that shares it."""
+        """Keeps a storage whose copy has not started, and counts it and all saves that share it as kept."""
         saved.record.stay(reason)
         self._offloader.resident_bytes -= saved.footprint.nbytes
 
     # -- back -------------------------------------------------------------------------------------------------------
 
     def fetch(self, view: SavedView) -> Tensor:
-        """Returns the tensor for the current stream once its bytes are there; brings early what is expected next."""
+        """Returns the tensor, ordered after its reload on the current stream, and prefetches the next ones."""
         offloader, order, saved, step = self._offloader, self._order, view.storage, view.step
         runtime, record = offloader.runtime, saved.record
         if offloader.is_captured:
@@ -120,27 +120,27 @@ class Moves:
             offloader.poll()
             stream = runtime.current_stream(offloader.device)
             tensor = self._resident(view, stream)
-            # 1. What is not resident comes back: for the stream of the pack as its own, for another one beside that.
+            # 1. Reload if not resident. Another stream than the pack's gets a reload of its own.
             target, transfer, is_own = None, None, stream == saved.stream
             if tensor is None and is_own and (target := saved.target) is not None:
                 transfer = record.reload
                 if target.untyped_storage().nbytes() < target.storage_offset() + target.numel():
-                    self._drop(saved)  # it was handed out before, and its new owner has resized it
+                    self._drop(saved)  # autograd received it before, and its new owner has resized it
                     target = transfer = None
             if tensor is None and transfer is None:
-                # It is away: the host knows that its bytes have arrived, so no stream has to wait for that.
+                # AWAY means that the host has seen the copy out end, so the reload need not wait for it.
                 assert saved.slot is not None
                 target, transfer = offloader.reload(saved.slot, saved.layout, stream, "reload", key=record.key)
                 if is_own:
                     saved.target, record.reload = target, transfer
-            # 2. The look-ahead, along the table's order, says what is brought early and what goes.
+            # 2. Prefetch and drop along the expected order.
             if not offloader.is_crashed:
                 if record.state is LEAVING or record.state is WAITING:
                     self._keep(saved)
                 if record.state is not KEPT:
                     record.on_unpack(resident=transfer is None)
                 expected = step.asked(view.number, runtime.timestamp())
-                if expected is not None:  # other than before
+                if expected is not None:  # the order has changed
                     order.arrange(step.uses, expected)
                 backward = current_backward()
                 again = transfer is not None and transfer is record.reload and backward >= 0 and keeps_graph()
@@ -152,7 +152,7 @@ class Moves:
                     self._drop(saved)
                 assert tensor is not None
                 return tensor
-        # 3. Compute waits without the lock: a wait of the host would stop the thread of the copy, which polls.
+        # 3. Wait without the lock: on a CPU the host waits for a copy thread, which polls under the lock.
         assert target is not None
         try:
             has_waited = not runtime.query(transfer.event) or runtime.may_have_failed(transfer.event)
@@ -161,7 +161,7 @@ class Moves:
             with offloader.lock:
                 if has_waited:
                     offloader.mark_consumed(transfer)
-                # 4. Autograd owns what was reloaded from here on, unless more of it is expected to be asked for.
+                # 4. From here on autograd owns the reloaded memory, unless further uses of it are expected.
                 place = scatter(offloader, view, target, stream) if saved.footprint.gathered else target
                 storage, first_byte = place.untyped_storage(), int(place.storage_offset())
                 tensor, is_expected = view.over(storage, first_byte), record in order.promised
@@ -171,7 +171,7 @@ class Moves:
                         return tensor
                     saved.target = record.reload = None
                 elif not is_expected:
-                    self._drop(saved)  # the one on the stream of the pack, which this stream could not use
+                    self._drop(saved)  # the reload for the pack's stream, which this stream could not use
                 offloader.drop_resident(transfer)
                 return tensor
         except BaseException:
@@ -182,7 +182,7 @@ class Moves:
             raise
 
     def prefetch(self, view: SavedView) -> None:
-        """Brings back a saved tensor that the caller is about to ask for, if there is room."""
+        """Reloads a saved tensor early, if there is room in the prefetch window."""
         offloader, record = self._offloader, view.storage.record
         with offloader.lock:
             offloader.poll()
@@ -192,42 +192,43 @@ class Moves:
                 self._follow(found, record)
 
     def drop_all_but(self, needed: SavedStorage) -> None:
-        """Lets go of all that was brought back early, but for ``needed``."""
+        """Frees all prefetched storages but ``needed``."""
         for saved in self.storages():
             if saved is not needed:
                 self._drop(saved)
 
     def hold_source(self, saved: SavedStorage, transfer: Transfer) -> None:
-        """Keeps the source of a storage that is promised, as if its bytes, which rest in a tier, had come back.
+        """Keeps the source of an offloaded storage that is promised, in place of a reload.
 
-        Not where the storage was saved anew: that save would be taken for one that something else keeps alive.
+        A storage that was saved again as a new one is left out: the new save would be taken for a storage that the
+        program keeps alive.
         """
         if saved.target is None and not saved.footprint.gathered and not saved.saved_anew:
             self._hold(saved, saved.source_bytes(), transfer.event, is_source=True)
 
     def _resident(self, view: SavedView, stream: Stream) -> Tensor | None:
-        """Returns the tensor if its bytes are on the device: not gone yet, kept by another owner, or back already."""
+        """Returns the tensor if its bytes are on the device: in the source, with another owner, or reloaded before."""
         saved = view.storage
         original = None if view.original is None else view.original()
         if saved.record.state is not AWAY:
             return view.alias.detach() if original is None else original
         storage, first_byte, nbytes = saved.origin(), saved.footprint.start, saved.footprint.nbytes
         if storage is not None and storage.nbytes() >= first_byte + nbytes:
-            # A part of a storage tells nothing: other parts of it that were saved may hold all of it.
+            # Count whole storages alone: other saved parts may keep the storage of a part alive.
             is_new = not (saved.record.asked or saved.saved_anew) and saved.target is None
             if is_new and saved.footprint.whole:
                 saved.step.log.alive.add(saved.first)
             return view.over(storage, first_byte) if original is None else original
         if original is not None and storage_of(original) is not storage:
-            return original  # it was given other bytes, `tensor.data = ...`, and autograd looks at those
+            return original  # `tensor.data = ...` replaced its bytes, and autograd would use the new ones
         if saved.returned is not None and stream == saved.stream:
             storage, first_byte = saved.returned.storage(), saved.returned.first_byte
-            if storage is not None and storage.nbytes() >= first_byte + nbytes:  # else its owner has resized it
+            if storage is not None and storage.nbytes() >= first_byte + nbytes:  # not resized by its owner
                 return view.over(storage, first_byte)
         return None
 
     def _keep(self, saved: SavedStorage) -> None:
-        """Keeps a storage whose copy has not started: backward has come to it, so to move it would be in vain."""
+        """Keeps a storage whose copy has not started, because backward has reached it."""
         record = saved.record
         if record.state is WAITING:
             self._stay(saved, KeepReason.NEWEST)
@@ -238,7 +239,7 @@ class Moves:
             record.stay(KeepReason.NEWEST)
 
     def _follow(self, plan: Prefetch, current: StorageRecord) -> None:
-        """Carries out what the prefetch order says; ``current`` is being handed out and sees to itself."""
+        """Carries out the prefetch order's drops and reloads, except for ``current``, which ``fetch`` handles."""
         for record in plan.drop:
             if record is not current:
                 self._drop(record())
@@ -248,18 +249,18 @@ class Moves:
                 continue
             if saved.returned is not None and saved.returned.storage() is not None:
                 target = None if saved.footprint.gathered else saved.returned_bytes()
-                if target is not None:  # a node has it, with which it would go
+                if target is not None:  # a node owns it and would free it
                     self._hold(saved, target, saved.returned.event)
                 continue
             assert saved.slot is not None
             try:
                 back = self._offloader.reload(saved.slot, saved.layout, saved.stream, "prefetch", key=record.key)
             except (torch.OutOfMemoryError, MemoryError):
-                return  # prefetch is a hint: what is needed now may still fit
+                return  # a prefetch is a hint: the tensor that is needed now may still fit
             saved.target, record.reload = back
 
     def _hold(self, saved: SavedStorage, target: Tensor, event: Event, *, is_source: bool = False) -> None:
-        """Keeps ``target``, in which the bytes of a storage are that is promised, as what was reloaded is kept."""
+        """Keeps ``target``, which has the bytes of a promised storage, as the result of a reload."""
         assert saved.slot is not None
         back = Transfer(saved.slot, saved.footprint.nbytes, saved.record.counters)
         back.event = event
@@ -267,8 +268,7 @@ class Moves:
         saved.target, saved.record.reload = target, back
 
     def _drop(self, saved: SavedStorage | None) -> None:
-        """Lets go of what was brought back early and is not expected soon any more; a copy on its way holds its
-        target."""
+        """Frees a prefetched storage; a copy in flight holds its target until it ends."""
         if saved is not None and saved.record.reload is not None:
             self._offloader.drop_resident(saved.record.reload)
             saved.target = saved.record.reload = None

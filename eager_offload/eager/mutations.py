@@ -1,13 +1,14 @@
-"""Inside of ``torch.autograd.graph.allow_mutation_on_saved_tensors``: what changes after it was saved is cloned first.
+"""Support for ``torch.autograd.graph.allow_mutation_on_saved_tensors``, which clones saved tensors before a change.
 
-torch's context has hooks and a dispatch mode. The hooks, which ours hide, note what is saved. Before an operator
-changes a tensor, the mode clones what was saved of it, by address and version. What our hooks save is noted likewise:
+torch's context consists of hooks, which register saved tensors, and a dispatch mode, which clones a registered tensor
+before an operator modifies it; tensors are found by address and version. Our hooks hide torch's, and register with the
+mode themselves:
 
-    context.original[handle] = something to clone        the mode calls its `clone`, and then forgets it
-    context.cloned[handle]   = the clone                 what the handle gives out from then on
+    context.original[handle] = an object with `clone`    the mode calls `clone` once
+    context.cloned[handle]   = the clone                 unpack returns this from then on
 
-torch keeps what was saved alive as long as nothing changes it. Here it leaves like anything else, so an address may
-have a new owner of the same version. If that changes, what has left is cloned for nothing.
+torch keeps unmodified saved tensors alive. Ours may be offloaded, so that their address gets a new owner, perhaps with
+the same version. If the new owner is modified, an offloaded tensor is cloned needlessly.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from eager_offload.torch_private.autograd import address_and_version
 
 
 class ChangeableTensor:
-    """The handle of a saved tensor that may be changed, around the handle of its bytes."""
+    """The handle of a saved tensor that may be modified; wraps the handle of its bytes."""
 
     __slots__ = ("__weakref__", "_context", "_handle")
 
@@ -40,7 +41,7 @@ class ChangeableTensor:
         context.sid_to_tid[place].add(name)
 
     def views(self) -> Sequence[SavedView]:
-        """The handles of what was taken."""
+        """Returns the handles of offloaded tensors in it."""
         if isinstance(self._handle, KeptTensor):
             return ()
         return [self._handle] if isinstance(self._handle, SavedView) else self._handle.views()
@@ -51,7 +52,7 @@ class ChangeableTensor:
 
 
 class _BeforeChange:
-    """What torch's mode clones."""
+    """The object that torch's mode clones."""
 
     __slots__ = ("_handle",)
 
@@ -59,7 +60,7 @@ class _BeforeChange:
         self._handle = handle
 
     def clone(self) -> Tensor | None:
-        """The saved tensor, in memory of its own; ``None`` if it was changed already where the mode did not see it."""
+        """Returns a copy of the saved tensor; ``None`` if it was modified before, unseen by the mode."""
         with contextlib.suppress(SavedTensorModifiedError):
             return unpack(self._handle).clone()
         return None
