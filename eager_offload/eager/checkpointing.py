@@ -1,32 +1,31 @@
-"""Selective checkpointing inside of a context: what a policy saves is saved as autograd's own saves are.
+"""Selective checkpointing in a context: results that a policy saves are offloaded like other saved tensors.
 
-torch's modes of selective checkpointing keep the results of an operator in a store of their own, where no hook sees
-them. The modes here are those modes, whose store has handles in place of the tensors: the same handles that autograd
-gets for what it saves.
+torch's modes of selective checkpointing keep results of operators in a store, where no saved-tensor hook sees them. In
+a context their classes are replaced by subclasses, whose store has handles in place of tensors:
 
-    policy_fn says MUST_SAVE               torch's mode stores the result
-    store[operator] = result               store[operator] = handle(result)
-    backward asks the store                the handle brings the result back
+    policy_fn returns MUST_SAVE            torch's mode stores the result
+    store[operator] = result               replaced by store[operator] = handle(result)
+    backward reads the store               the handle reloads the result
 
-torch computes again whatever a policy does not save, ``MUST_CPU_OFFLOAD`` and ``PREFER_CPU_OFFLOAD`` included, and so
-do its modes here. For these two policies the modes have a second store, by operator and number of its call, whose
-handles have results leave that are small or among the newest, too. The recomputation takes a result from there in place
-of calling the operator, where nothing but time tells the difference:
+torch recomputes every other result, also under ``MUST_CPU_OFFLOAD`` and ``PREFER_CPU_OFFLOAD``, and so do the
+subclasses. For these two policies they have a second store, by operator and number of its call. Its handles offload
+small and newest results, too. The recomputation takes a result from this store in place of a call if only time can
+tell the difference:
 
-1. An operator that does more than return a result always runs again: one that draws random numbers (else the next one
-   would draw its numbers), writes, updates statistics or communicates. See :func:`has_effects`.
-2. A result is taken once. A second backward of the same graph computes it again.
-3. A result that was changed in place since it was stored is computed again: the handle finds out, and the bytes of its
-   time cannot be had. A change through ``.data`` leaves no version: the mode drops what is written to.
+1. An operator with effects always runs again: one that draws random numbers (or else the next one would draw the same
+   numbers), writes, updates statistics or communicates. See :func:`has_effects`.
+2. A result is taken once. A second backward of the same graph computes the result again.
+3. A result that was modified in place is computed again: the handle detects the change, and the old bytes are lost. A
+   change through ``.data`` has no version, so the mode drops results whose memory an operator writes to.
 
-A changed result of the other policies is torch's own error, or, with ``allow_cache_entry_mutation``, the result as it
-is by then; so it stays on the device there.
+For the other policies a modified result is torch's own error, or, with ``allow_cache_entry_mutation``, the modified
+result; there it is kept on the device.
 
-A mode that is made in a context gets a class of this module, which derives from its own; the names of torch's classes
-stay as they are, since torch and others import them. So what was decided when the forward began holds for its backward,
-wherever that runs. Outside of every context the modes are torch's, and so they are for a forward that runs in backward,
-as an inner checkpoint does that an outer one computes again: what it stores is asked for at once. While a compiler
-traces nothing is changed: it reads the policies off its nodes (``compile/select.py``).
+The class of a mode is replaced when the mode is made in a context, so the backward agrees with its forward wherever
+the backward runs; torch's names are left alone, because torch and others import them. Modes outside of every context
+are unchanged, as are those of forwards that run in backward (e.g. of an inner checkpoint that an outer one recomputes),
+whose results are needed at once. Compilers read the policies from their nodes (``compile/select.py``), so nothing
+changes while one traces.
 """
 
 from __future__ import annotations
@@ -69,49 +68,49 @@ from eager_offload.torch_private.memory import is_wrapper, storage_key, tensors_
 
 @dataclass(frozen=True, slots=True)
 class Saver:
-    """Where what a policy saves goes."""
+    """The hooks that pack and unpack the results that a policy saves."""
 
     pack: Callable[[Tensor], Any]
     unpack: Callable[[Any], Tensor]
     min_bytes: int
-    """What had better go to the CPU stays if it has fewer."""
+    """Smaller results of ``PREFER_CPU_OFFLOAD`` are kept."""
     moves_all: bool = False
-    """Whether nothing may stay as the newest: then what a policy saves leaves, even where something keeps it alive."""
+    """Whether no result may be kept as the newest, so that saved results move even while the program holds them."""
 
 
 class _Thread(threading.local):
-    #: That of a plan, which the calling thread traces.
+    #: The saver of a plan that the calling thread traces.
     saver: Saver | None = None
 
 
 _thread = _Thread()
 
-#: What torch's mode stores. A policy may also be a bool.
+#: Policies whose results torch stores. A policy may also be a bool.
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, True)
-#: What it computes again.
+#: Policies whose results torch computes again.
 _OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
-#: In torch's store, beside what its operators have: the store of what is offloaded.
+#: The key of the second store in torch's store.
 _OFFLOADED = "eager_offload"
-#: Namespaces of operators that communicate, whatever their schemas say.
+#: Namespaces of operators that communicate.
 _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 
-#: Names one call of an operator: its key in torch's store, and how many calls of it came before.
+#: Identifies a call of an operator: its key in torch's store, and its number.
 _Call: TypeAlias = tuple[object, int]
 
 
 @dataclass
 class _Offloaded:
-    """Results that the recomputation takes in place of calling their operators."""
+    """Results that the recomputation takes in place of calls."""
 
     results: dict[_Call, tuple[Any, set[int]]] = field(default_factory=dict)
-    """With handles in place of tensors; and what names the storages of these."""
+    """The result of each call, with handles in place of tensors, and the keys of the tensors' storages."""
     written: set[_Call] = field(default_factory=set)
-    """Calls whose results were written to since."""
+    """Calls whose results were modified later."""
     may_change: bool = False
-    """Whether the user allows what torch stores to change, and means what is there when backward asks."""
+    """The user's ``allow_cache_entry_mutation``: stored results may change, and backward reads the new values."""
 
     def take(self, call: _Call) -> Any:
-        """Returns the result of a call and forgets it; ``None`` if the operator has to run again."""
+        """Removes and returns the result of a call; ``None`` if the operator has to run again."""
         try:
             entry, _ = self.results.pop(call, (None, None))
             return None if call in self.written else tree_map(_value_of, entry)
@@ -119,7 +118,7 @@ class _Offloaded:
             return None
 
     def drop_written(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Has calls run again whose results have memory that a call of ``func`` writes to."""
+        """Marks the stored calls whose results share memory with the tensors that a call of ``func`` writes to."""
         schema = schema_of(func) if self.results else None
         if schema is None or not schema.is_mutable:
             return
@@ -135,7 +134,7 @@ class _Offloaded:
 
 
 class StoredHandle:
-    """What a store has in place of a tensor."""
+    """Stands for a tensor in a store."""
 
     __slots__ = ("_handle", "_unpack")
 
@@ -143,16 +142,12 @@ class StoredHandle:
         self._handle, self._unpack = handle, unpack
 
     def value(self) -> Tensor:
-        """Returns the tensor.
-
-        Raises:
-            SavedTensorModifiedError: it was changed in place since.
-        """
+        """Returns the tensor; raises ``SavedTensorModifiedError`` if it was modified in place."""
         with sharing_versions():
             return self._unpack(self._handle)
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
-        """Returns the tensor; called by torch's mode, which has an argument for tensors that may change."""
+        """Returns the tensor; torch's mode calls this method of its own entries."""
         if allow_cache_entry_mutation and isinstance(self._handle, KeptTensor):
             return self._handle.tensor
         try:
@@ -168,7 +163,7 @@ def _value_of(entry: Any) -> Any:
 
 
 class _Instead(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
-    """Has the call of an operator return a stored result; torch's mode, which calls it, then counts it as any other."""
+    """Makes the call of an operator return a stored result. torch's mode makes the call and counts it as usual."""
 
     supports_higher_order_operators = True
 
@@ -186,13 +181,13 @@ class _Instead(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 def _caching(base: Any) -> type:
     call_base = dispatch_of(base)
 
-    class CachingMode(base):  # type: ignore[misc]  # a class of torch's, found when it runs
-        """In force while the forward of a checkpoint runs."""
+    class CachingMode(base):  # type: ignore[misc]  # a class of torch's, known at run time
+        """Active while the forward of a checkpoint runs."""
 
-        supports_higher_order_operators = True  # torch has its rules for them by the very class of a mode
+        supports_higher_order_operators = True  # torch registers its rules by the exact class of a mode
         saver: Saver
         calls: Counter[object]
-        #: What the policy says of the operator that runs, if its results are to be handles.
+        #: The policy of the running operator, if its results become handles.
         policy_of_saved: object = None
 
         def __torch_dispatch__(
@@ -221,7 +216,7 @@ def _cached(base: Any) -> type:
     call_base = dispatch_of(base)
 
     class CachedMode(base):  # type: ignore[misc]  # likewise
-        """In force while a checkpoint runs its forward again."""
+        """Active while a checkpoint recomputes its forward."""
 
         supports_higher_order_operators = True
         calls: Counter[object]
@@ -241,23 +236,23 @@ def _cached(base: Any) -> type:
 
 
 def _next_call(calls: Counter[object], func: object, args: Sequence[Any]) -> _Call:
-    """Counts a call of ``func``, and names it."""
+    """Counts a call of ``func`` and returns its identity."""
     key = checkpoint_store_key(func, args)
     calls[key] += 1
     return key, calls[key]
 
 
 def _begin_caching(mode: Any, policy_fn: Callable[..., Any], storage: Any) -> None:
-    """A mode of torch's for the forward of a checkpoint has been made: one of a context is one of this module."""
+    """Replaces the class of a new mode for the forward of a checkpoint, in a context."""
     is_forward = current_backward() == -1 and not torch.compiler.is_compiling()
     if (saver := _saver() if is_forward else None) is not None:
         mode.saver, mode.calls, storage[_OFFLOADED] = saver, Counter(), _Offloaded()
-        mode.policy_fn = partial(_ask, weakref.ref(mode), policy_fn)  # no cycle would go before gc runs
+        mode.policy_fn = partial(_ask, weakref.ref(mode), policy_fn)  # weak: a cycle would live until gc runs
         mode.__class__ = _caching(mode.__class__)
 
 
 def _begin_cached(mode: Any, _: object, storage: Any) -> None:
-    """The same of the mode that runs it again."""
+    """Replaces the class of a new mode for the recomputation."""
     if _OFFLOADED in storage:
         storage[_OFFLOADED].may_change = mode.allow_cache_entry_mutation
         mode.__class__ = _cached(mode.__class__)
@@ -266,22 +261,22 @@ def _begin_cached(mode: Any, _: object, storage: Any) -> None:
 def _ask(
     weak: weakref.ref[Any], policy_fn: Callable[..., Any], context: Any, func: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Returns what the policy says of an operator, and notes whether its results are to be handles."""
+    """Returns the policy of an operator, and notes it if the results become handles."""
     policy = policy_fn(context, func, *args, **kwargs)
     if not is_proxied() and (policy in _SAVES or (policy in _OFFLOADS and not has_effects(func))):
         mode = weak()
-        assert mode is not None, "it asks"
+        assert mode is not None, "the mode calls this function"
         mode.policy_of_saved = policy
-        mode.respect_saved_tensors_hooks = False  # from 2.15 on it may have hooks pack what it saves: once is enough
+        mode.respect_saved_tensors_hooks = False  # torch 2.15 may pack saved results by hooks: not twice
     return policy
 
 
 def has_effects(func: Any) -> bool:
-    """Returns whether an operator does more than return a new result, as far as it says so itself.
+    """Returns whether an operator does more than return new results, by its schema and tags.
 
-    Operators of batch norm write to the statistics that they are given, which only some schemas declare.
+    Operators of batch norm write to the statistics among their arguments, which only some schemas declare.
     """
-    schema = schema_of(func)  # a higher-order operator has none; it neither writes nor gives back what it is given
+    schema = schema_of(func)  # higher-order operators have none: they neither write nor return arguments
     return schema is not None and (
         schema.is_mutable
         or any(result.alias_info for result in schema.returns)
@@ -296,32 +291,31 @@ _EFFECTS = {torch.Tag.nondeterministic_seeded, torch.Tag.maybe_aliasing_or_mutat
 
 
 def _is_opaque(func: Any, types: Sequence[type]) -> bool:
-    """Returns whether nothing says what an operator calls: one that torch lacks, or on tensors of classes of their own.
-
-    Attention of other libraries draws random numbers without a tag, and compiled code may.
+    """Returns whether an operator's schema and tags say nothing of its effects: an operator of another library, or one
+    on tensors of other classes. E.g. attention of other libraries draws random numbers without a tag.
     """
     return bool(types) or func.namespace not in ("aten", "prims")
 
 
 def _random_numbers(args: Sequence[Any]) -> object:
-    """Returns what changes when an operator on ``args`` draws random numbers."""
+    """Returns the state of the random number generators that an operator on ``args`` may use."""
     with without_caller_modes():
         states = [torch.get_rng_state()]
         accelerator = torch.accelerator.current_accelerator() if accelerator_in_use() else None
         for device in {one.device for one in tensors_in(args)}:
             if accelerator is not None and accelerator.type == device.type:
                 if accelerator_runtime().is_capturing(device):
-                    return object()  # what a graph draws is decided when it is replayed
+                    return object()  # equal to no other: a graph draws its numbers at each replay
                 states.append(torch.get_device_module(device).get_rng_state(device))
         return [one.numpy().tobytes() for one in states]
 
 
 def _put_handles(saver: Saver, store: Any, func: Any, args: Sequence[Any]) -> None:
-    """Puts handles into the newest entry that torch's store has of an operator, in place of the tensors."""
+    """Replaces the tensors in the newest entry of an operator in torch's store by handles."""
     entries = store[checkpoint_store_key(func, args)]
     newest = len(entries) - 1 if isinstance(entries, list) else next(reversed(entries))
     parameters = _parameters(args)
-    # The result of a functional collective is ready once `wait_tensor` has waited.
+    # A functional collective fills its result until `wait_tensor` has waited.
     is_under_way = "c10d_functional" in getattr(func, "namespace", "") and "wait_tensor" not in str(func)
     stays = is_under_way or store[_OFFLOADED].may_change
 
@@ -331,7 +325,7 @@ def _put_handles(saver: Saver, store: Any, func: Any, args: Sequence[Any]) -> No
             return entry
         storages = _storages(value)
         if parameters.intersection(storages):
-            return entry  # a view of one takes no memory, and below autograd nothing tells that it is one
+            return entry  # a view of a parameter takes no memory, and below autograd it does not look like one
         if saver.moves_all and storages and logical_bytes(value) >= saver.min_bytes:
             marks.prefer_offload(value)
         with sharing_versions(), marks.Region() if stays else nullcontext():
@@ -343,18 +337,18 @@ def _put_handles(saver: Saver, store: Any, func: Any, args: Sequence[Any]) -> No
 def _put_offloaded(
     saver: Saver, offloaded: _Offloaded, call: _Call, result: Any, args: Sequence[Any], policy: object
 ) -> None:
-    """Stores the result of a call for the recomputation, unless that had better have one of its own."""
+    """Stores the result of a call for the recomputation, unless a new call costs no memory or has to be made."""
     values = tensors_in(result)
     parameters = _parameters(args)
     if not values or any(_is_being_filled(one) or not parameters.isdisjoint(_storages(one)) for one in values):
-        return  # what returns nothing ran for what else it does; what shares a parameter's memory costs none
+        return  # without tensors only effects matter; views of parameters take no memory
 
     def handle(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         is_large = policy is CheckpointPolicy.MUST_CPU_OFFLOAD or logical_bytes(value) >= saver.min_bytes
         with sharing_versions():
-            value = value.detach()  # the result itself will own the graph that owns the store
+            value = value.detach()  # avoids a cycle: the result will own the graph that owns the store
             if is_large and _storages(value):
                 marks.prefer_offload(value)
             return StoredHandle(saver.pack(value), saver.unpack)
@@ -364,26 +358,25 @@ def _put_offloaded(
 
 
 def _parameters(args: Sequence[Any]) -> set[int]:
-    """Returns what names the storages of the parameters among ``args``."""
+    """Returns the keys of the storages of the parameters among ``args``."""
     return {key for one in tensors_in(args) if is_parameter(one) for key in _storages(one)}
 
 
 def _is_being_filled(tensor: Tensor) -> bool:
-    """Whether a collective may be filling ``tensor``, or what is inside: to take it would be to wait for that."""
+    """Returns whether a collective may be filling ``tensor`` or a tensor inside: to read it would wait for that."""
     return is_collective(tensor) or (
         is_wrapper(tensor) and any(map(_is_being_filled, tensors_in(inner_values(tensor))))
     )
 
 
 def _storages(tensor: Tensor) -> set[int]:
-    """What names the storages that ``tensor`` has bytes in; none of a layout without one."""
+    """Returns the keys of the storages that ``tensor`` has bytes in; none for layouts without a storage."""
     plain = plain_tensors(tensor) if is_wrapper(tensor) else (tensor,)
     strided = [one for one in plain if one.layout is torch.strided and not one.is_nested]
     return {storage_key(one.untyped_storage()) for one in strided}
 
 
 def _saver() -> Saver | None:
-    """That of the calling thread."""
     if _thread.saver is not None:
         return _thread.saver
     offload = contexts.current()
@@ -394,7 +387,7 @@ def _saver() -> Saver | None:
 
 @contextmanager
 def saving_with(saver: Saver) -> Iterator[None]:
-    """What the calling thread's checkpoints save goes to ``saver``, without any ``with offload:``."""
+    """Makes the calling thread's checkpoints save with ``saver``, without an ``Offload``."""
     before = _thread.saver
     with contexts.patches.used():
         _thread.saver = saver
@@ -404,5 +397,5 @@ def saving_with(saver: Saver) -> Iterator[None]:
             _thread.saver = before
 
 
-#: In a context, selective checkpointing uses the modes of this module.
+# In force only while an ``Offload`` is entered.
 contexts.patches.add(on_checkpoints(_begin_caching, _begin_cached))

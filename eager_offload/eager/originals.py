@@ -1,37 +1,35 @@
-"""What Python knows of a saved tensor, and what owns the one that backward is given.
+"""Type, attributes and ownership of unpacked tensors.
 
 [Note: attributes of saved tensors]
-Of a saved tensor that requires grad autograd makes an alias, a plain tensor, whatever a hook returns for it. Any other
-reaches backward, a custom function or a checkpoint that recomputes, as the unpack hook returns it. Without hooks that
-is the tensor that was saved. So:
+For a saved tensor that requires grad autograd makes a plain alias of the tensor that the unpack hook returns. For any
+other, backward, a custom function or a recomputing checkpoint receives the hook's tensor itself. Without hooks that is
+the tensor that was saved. So unpack returns:
 
-    it lives              it is given out
-    it has gone           what is given out has its type, and its very ``__dict__``: what was set on the tensor after it
-                          was saved is there, and what is set on what was given out is there at the next unpack
+    the saved tensor, if it is alive
+    else a tensor of its type with its very ``__dict__``, so that attributes set before or after unpack are on both
 
-A handle holds the dictionary, as a saved variable without hooks holds the tensor that has it. What a program puts there
-lives as long as it does without offload; an attribute that leads to a result of the same graph keeps that graph, as it
-does there, until backward or the program releases what the graph has saved.
+The handle holds the dictionary, as a saved variable without hooks holds the tensor. Attributes live as long as without
+offload: e.g. one that leads to a result of the same graph keeps the graph until its saved tensors are released.
 
-A subclass without a ``__torch_dispatch__`` has memory like any tensor, so its tensors are taken and rebuilt as plain
-ones: none of its own code runs, no ``__init__``, no ``__torch_function__``, no ``__setattr__``. A wrapper is made anew
-by its own ``detach()`` (see ``subclasses.py``), and is given what that has left out.
+A subclass without ``__torch_dispatch__`` has memory of its own. Its tensors are saved and rebuilt as plain tensors, and
+none of its code runs: no ``__init__``, ``__torch_function__`` or ``__setattr__``. A wrapper is rebuilt by its own
+``detach()`` (see ``subclasses.py``), and missing attributes are added.
 
 [Note: gradients that are saved tensors]
-The backward of a custom function may return a saved tensor as a gradient, and so may a hook that reads one from a node
-(``node._saved_self``). Autograd then takes it for ``.grad`` as it is, or adds other gradients into it, if nothing else
-owns the tensor; else it makes a clone. Without hooks the saved variable owns what it gives out, until the engine
-releases the node's saved variables, which it does before it passes the gradients on, unless the graph is retained. A
-tensor that an unpack hook makes has no such owner, and what autograd took would be memory that the next unpack, or
-another handle of the same storage, still gives out. So:
+A custom function's backward may return a saved tensor as a gradient, and so may a hook that reads ``node._saved_self``.
+Autograd uses a gradient as ``.grad`` itself, or adds other gradients into it in place, if the tensor has no other
+owner; otherwise it makes a clone. Without hooks the saved variable is an owner until the engine releases the node's
+saved variables, which happens before gradients are passed on, unless the graph is retained. A tensor from an unpack
+hook has no such owner, and autograd would write into memory that the next unpack, or another handle of the same
+storage, returns. So:
 
-    the saved tensor itself lives      it is given out, and is owned by the one that keeps it alive
-    anything else                      its handle owns it too, as a saved variable does
+    the saved tensor, if alive      has the owner that keeps it alive
+    any other tensor                is owned by its handle, as by a saved variable
 
-The second kind would stay in memory for as long as a graph is retained. So only what custom functions and hooks asked
-for is owned, since torch's own formulas never return a saved tensor, and only until it has no other owner any more.
+The second kind would stay in memory while a graph is retained. So only tensors for custom functions and hooks get an
+owner, because torch's own formulas never return saved tensors, and only until no other owner is left.
 
-A saved tensor that requires grad is out of reach: of what any hook returns for one, autograd makes an alias.
+Saved tensors that require grad need nothing: autograd makes an alias of any hook's result.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ class Original(weakref.ref[Tensor]):
     inside: list[str]
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Returns ``tensor``, a plain one with the bytes of the original, as the original was."""
+        """Returns ``tensor``, a plain tensor with the original's bytes, with the type and attributes of the original."""
         if self.kind is Tensor:
             tensor.__dict__ = self.attributes
             return tensor
@@ -72,13 +70,13 @@ class Original(weakref.ref[Tensor]):
         return made
 
     def complete(self, wrapper: Tensor) -> None:
-        """Gives ``wrapper``, a ``detach()`` of the original, the attributes that it lacks."""
+        """Adds the original's attributes that ``wrapper``, a ``detach()`` of it, lacks."""
         for name, value in self.attributes.items():
             attributes_of(wrapper).setdefault(name, value)
 
 
 def original_of(tensor: Tensor) -> Original:
-    """Returns what is to be known of a tensor that has memory of its own."""
+    """Returns the record of a tensor that has memory of its own."""
     original = Original(tensor)
     original.kind = kind = type(tensor)
     if kind is Tensor:
@@ -90,7 +88,7 @@ def original_of(tensor: Tensor) -> Original:
 
 
 def original_wrapper(wrapper: Tensor, inside: Sequence[object]) -> Original:
-    """Returns what is to be known of a wrapper of ``inside``: the bytes of that are to leave, so it is not held."""
+    """Returns the record of a wrapper, without references to the tensors ``inside``, which are offloaded."""
     original, parts = Original(wrapper, _let_go), set(map(id, inside))
     original.attributes = attributes = attributes_of(wrapper)
     original.inside = [name for name, value in attributes.items() if id(value) in parts]
@@ -98,34 +96,34 @@ def original_wrapper(wrapper: Tensor, inside: Sequence[object]) -> Original:
 
 
 def _let_go(original: weakref.ref[Tensor]) -> None:
-    """A wrapper has gone: what is inside it goes too, and its other attributes stay. Runs as a finalizer does."""
+    """Drops the inner tensors of a dead wrapper and keeps its other attributes. Runs as a finalizer: takes no lock."""
     assert isinstance(original, Original)
     for name in original.inside:
         original.attributes.pop(name, None)
 
 
 class StorageOwner(Protocol):
-    """What the handles of one storage share."""
+    """The object that the handles of one storage share."""
 
-    #: What it has given out and owns.
+    #: The unpacked tensors that it owns.
     given: tuple[Tensor, ...]
 
 
-#: Those that own something, by the backward that it was given to.
+#: The owners of unpacked tensors, by backward.
 _owners: dict[int, list[weakref.ref[StorageOwner]]] = {}
 _lock = ForkSafeLock()
 
 
 def own_until_taken(owner: StorageOwner, tensor: Tensor) -> None:
-    """Makes ``owner`` one of the owners of ``tensor``, if the node that asks for it may return it as a gradient."""
+    """Makes ``owner`` an owner of ``tensor``, if the unpacking node may return the tensor as a gradient."""
     if not asker_may_return_it():
         return
     if _lock.is_held():
         raise reentered()
     backward = current_backward()
-    dropped: list[Tensor] = []  # outlives the lock: what is told of a tensor's end may come back here
+    dropped: list[Tensor] = []  # freed after the lock is released: a finalizer may call this function
     with _lock.lock:
-        for earlier in list(_owners):  # that of a backward that failed has no end
+        for earlier in list(_owners):  # a failed backward has no end
             _disown(earlier, dropped, over=False)
         if backward not in _owners:
             after_backward(partial(_end, backward))
@@ -140,7 +138,7 @@ def _end(backward: int) -> None:
 
 
 def _disown(backward: int, dropped: list[Tensor], *, over: bool) -> None:
-    """Ends the ownership of what a backward was given, but for what may become a gradient as long as it is not over."""
+    """Ends the ownership of a backward's tensors; before its end only of those that have no other owner."""
     remaining = []
     for ref in _owners.pop(backward, ()):
         if (owner := ref()) is not None and owner.given:
