@@ -318,7 +318,7 @@ class SavedView:
         try:
             if readings is not None:
                 with offloader.lock:  # steps of other threads use the readings, too
-                    readings.note_ask(self.step.log, self.number)
+                    readings.note_unpack(self.step.log, self.number)
             if profiler_is_on():
                 with profiled("unpack"):
                     tensor: Tensor | None = moves.fetch(self)

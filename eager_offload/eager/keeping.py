@@ -1,27 +1,26 @@
-"""How many saved bytes of one device stay, and how many may be on their way.
+"""Measures the memory and time of steps on one device, and sets its windows and limits from them.
 
-The windows say both, unless there is a budget of the device or only what the link hides moves: then a controller says
-which part of a known step's bytes moves. What is here needs the lock of the transfers, see ``DeviceOffloader.locked``.
+By default the windows limit the bytes that are kept and that are in flight. With a device budget, or if only hidden
+copies are allowed, a controller chooses the fraction of a step's bytes that moves. Callers hold the lock of the
+transfers: see ``DeviceOffloader.locked``.
 
 [Note: the peak of a step]
-    an accelerator   remembers its highest peak, which is the user's to start anew. Where that has grown in a step, it
-                     is the step's peak; else the step's peak was at most that. Where it is so high that this leaves
-                     open whether the budget holds, the device is read as well, which takes up to a millisecond: where
-                     backward ends, and once in between, in each step one ask later than in the one before
-    a CPU            is read at each save and ask of the first steps, at some of the later ones, when the context is
-                     left, and where backward ends
-What is used between steps, by an optimizer or an evaluation, is not seen: whatever of the saved tensors had stayed
-would not change it.
+    an accelerator   has a peak counter, which the user may reset. If the counter has grown in a step, it is the step's
+                     peak; otherwise it is an upper bound. If the bound is too high to tell whether the budget was
+                     kept, the memory in use is read as well (up to a millisecond): when backward ends and once in
+                     between, one unpack later in each step
+    a CPU            is read at each save and unpack of the first steps, at some of the later ones, when the context
+                     exits, and when backward ends
+Memory that is used between steps (e.g. by an optimizer) is not read: keeping fewer saved tensors would not change it.
 
 [Note: exposed time]
-A transfer is exposed for as long as compute waits for it. Each wait is timed on the stream that computes, by a moment
-before and one after it: on an accelerator by events of that stream, so that the host's clock, which runs ahead, has no
-part in it; on a CPU by the host's, where compute is the host. The rest of a step is its time without offload: an
-estimate, since it has in it what the library's calls take, and what transfers take of compute's memory bandwidth.
+A transfer is exposed while compute waits for it. Each wait is timed on the compute stream: on an accelerator by events
+before and after it, because the host runs ahead; on a CPU by the host's clock. The rest of a step is the estimate of
+its time without offload; it includes the library's calls and the memory bandwidth that transfers take from compute.
 
-[Note: what came of a plan]
-The peak is the one that the allocator remembers, where that has grown in the step; a CPU has none. The time is that
-from the beginning of the forward until backward has asked for all: what comes between steps is no part of a plan.
+[Note: the outcome of a plan]
+The stats show the allocator's peak counter, if it has grown in the step (a CPU has none), and the time from the
+beginning of forward to the last unpack: a plan does not cover the time between steps.
 """
 
 from __future__ import annotations
@@ -43,52 +42,52 @@ from eager_offload.errors import ConfigError
 from eager_offload.runtime.base import DeviceMemory, Moment
 from eager_offload.tiers.forking import Living
 
-#: A peak that is remembered hides those of steps from so much of the budget on.
+#: From this fraction of the budget on, a peak counter that did not grow hides whether the budget was kept.
 _HIDING_PART = 0.96
-#: In how many steps every save and ask is read, and of the later ones one in so many. That is odd, so that it is not
-#: always the same ones.
+#: A CPU's memory is read at every save and unpack of the first 8 steps, and later at every 7th: an odd number, so that
+#: the reads move through the step.
 _FIRST, _NOW_AND_THEN = 8, 7
-#: In so many steps the ask that is read in between moves on.
+#: The extra read of an accelerator moves through the first 64 unpacks.
 _ROUND = 64
-#: Of so many steps the stats have the median time.
+#: The stats have the median time of so many steps.
 _TOLD = 15
 
 
 @dataclass(slots=True)
 class Reading:
-    """From where a thread begins a forward to where it begins its next one."""
+    """The readings of one step: from the beginning of a thread's forward to the beginning of its next one."""
 
-    #: The thread, by its queue, and the others that have begun a forward since, with how many.
+    #: The thread's queue; ``others`` counts the forwards that other threads have begun since.
     thread: weakref.ref[ResidentQueue]
-    #: As it began: the device's memory, and the moment.
+    #: The device's memory and the moment at the beginning.
     memory: DeviceMemory | None
     began: Moment
-    #: Of the waits from there on.
+    #: Reads the log of waits from the beginning on.
     waits: Reader
     others: dict[int, int] = field(default_factory=dict)
-    #: The first step that was begun in it; ``None`` where nothing was saved that may leave.
+    #: The first step in it; ``None`` if no saved tensor could move.
     log: StepLog | None = None
-    #: The most bytes that were seen to be used; once it is over, the peak, which is 0 where nothing was seen.
+    #: The most bytes in use that were read; after the end the step's peak, or 0 if unknown.
     peak: int = 0
     is_exact: bool = True
-    #: Saves in it that may be asked for, and asks; whether the end of its backward was seen.
+    #: Saves that may be unpacked, and unpacks; ``is_over`` after the last unpack.
     saves: int = 0
     unpacks: int = 0
     is_over: bool = False
-    #: Whether the stats have been told of it, beside a plan.
+    #: Whether the stats have the outcome beside the plan.
     is_told: bool = False
-    #: Once it is over: bytes that are used beyond those at its beginning, where it ended, and where in the log.
+    #: After the end: the growth of the bytes in use, the moment of the end, and its position in the log.
     growth: int = 0
     stopped: Moment = None
     end: int = 0
-    #: Whether each of its saves and first asks is timed: by their numbers, when it was, and where in the log. Once it
-    #: is over, the seconds until then for which compute did not wait.
+    #: Whether saves and first unpacks are timed: by number of the save, the moment and the position in the log.
     is_timed: bool = False
     saves_at: dict[int, tuple[Moment, int]] = field(default_factory=dict)
     unpacked_at: dict[int, tuple[Moment, int]] = field(default_factory=dict)
+    #: After the end: the same moments in seconds of compute, without waits.
     saved: dict[int, float] = field(default_factory=dict)
-    asked: dict[int, float] = field(default_factory=dict)
-    #: Seconds for which compute has waited, as far as the waits were read, and where in the log; and all seconds.
+    unpacked: dict[int, float] = field(default_factory=dict)
+    #: Each wait of compute, by its position in the log, in seconds; their sum; and the seconds of the step.
     waits_at: list[tuple[int, float]] = field(default_factory=list)
     exposed: float = 0.0
     seconds: float = 0.0
@@ -98,49 +97,47 @@ class Readings:
     """Reads the steps of one device.
 
     Args:
-        is_timed: whether the device is asked for the times of steps.
+        is_timed: whether to time steps.
 
     Raises:
-        ConfigError: the config has a budget, and the device does not tell how much of its memory is used.
+        ConfigError: the config has a budget, and the device does not report its memory in use.
     """
 
     def __init__(self, transfers: Transfers, config: OffloadConfig, *, is_timed: bool) -> None:
         self._transfers, self._runtime, self._device = transfers, transfers.runtime, transfers.device
-        #: Whether the stats have what a plan has predicted, and are told what comes of it.
+        #: Whether there is a plan, whose outcome the stats show.
         self._is_planned = transfers.accounts.counters.plan is not None
-        #: From when to when the steps lasted of which the stats are to be told; and the seconds of the last ones.
+        #: Beginning and end of steps that the device has not finished, and the seconds of the last finished ones.
         self._told: deque[tuple[Moment, Moment]] = deque(maxlen=_TOLD)
         self._seconds: deque[float] = deque(maxlen=_TOLD)
         self._is_free = config.is_free
-        #: Whether steps are timed, and their saves until two of a kind are.
         self._is_timed = is_timed
         self._given = config.written("device_budget")
-        #: Bytes; ``None`` where memory is not read.
+        #: Bytes; ``None`` if memory is not read.
         self.budget = None if config.device_budget is None else self._budget_of(config.device_budget)
-        #: Whether the device remembers its peak, so that it need not be watched.
+        #: Whether the device has a peak counter.
         self._remembers = False if (memory := self._memory()) is None else memory.peak is not None
-        #: How many saves and asks there were, and how many steps were read.
+        #: Saves and unpacks so far, and steps that were read.
         self._calls = self._steps = 0
-        #: How many asks the last step had.
+        #: Unpacks of the last step.
         self._unpacks = 1
-        #: Whether the step that goes on is looked at once before it ends.
+        #: Whether the current step needs a read before its end.
         self._watches = False
         self._open: Reading | None = None
-        #: Those that are over to the host; a device may be in the midst of them.
+        #: Readings that have ended for the host, and perhaps not for the device.
         self._over: deque[Reading] = deque()
 
     @cached_property
     def tells_time(self) -> bool:
-        """Whether the device does."""
         return self._runtime.tells_time(self._device)
 
     def note_step(self, log: StepLog, queue: ResidentQueue) -> None:
-        """A step of the thread of ``queue`` begins, in which something is saved that may leave."""
+        """Notes that a step of ``queue``'s thread begins, at its first save that may move."""
         if (one := self._open) is not None and one.log is None and one.thread() is queue:
             one.log = log
 
     def note_save(self, log: StepLog, number: int) -> None:
-        """Something is saved that may be asked for, as that save of the step of ``log``."""
+        """Notes a save that may be unpacked."""
         if (one := self._open) is not None:
             if self._is_timed and one.log is log:
                 if not one.saves:
@@ -151,8 +148,8 @@ class Readings:
             if self._is_sampled():
                 self._look(one)
 
-    def note_ask(self, log: StepLog, number: int) -> None:
-        """That save of the step of ``log`` is asked for."""
+    def note_unpack(self, log: StepLog, number: int) -> None:
+        """Notes the unpack of save ``number`` of the step of ``log``."""
         if (one := self._open) is not None:
             if one.is_timed and one.log is log and number not in one.unpacked_at:
                 one.unpacked_at[number] = self._moment(), self._transfers.transfer_log.end
@@ -165,11 +162,11 @@ class Readings:
 
     @property
     def awaits_end(self) -> bool:
-        """Whether the stats are to be told of the step that goes on."""
+        """Whether the outcome of the current step is wanted, and not known yet."""
         return self._is_planned and self._open is not None and not self._open.is_told
 
     def note_end(self) -> None:
-        """Backward has been given all that it asks for: tells the stats, see [Note: what came of a plan]."""
+        """Notes the last unpack, and writes the outcome into the stats: see [Note: the outcome of a plan]."""
         one, counters = self._open, self._transfers.accounts.counters
         assert one is not None
         one.is_told, memory, outcome = True, self._runtime.memory(self._device), counters.plan
@@ -180,25 +177,24 @@ class Readings:
         self._told.append((one.began, self._moment()))
         while self._told and (seconds := self._runtime.seconds_between(*self._told[0])) is not None:
             self._told.popleft()
-            if seconds:  # a device that does not tell the time says 0
+            if seconds:  # 0 from a device without timing
                 self._seconds.append(seconds)
         if self._seconds:
             outcome = replace(outcome, step_seconds=median(self._seconds))
         counters.plan = outcome
 
     def note_exit(self) -> None:
-        """The context is left."""
         if self._open is not None and self.budget is not None and not self._remembers:
             self._look(self._open)
 
     def begin(self, queue: ResidentQueue) -> Reading | None:
-        """Begins to read a forward on the thread of ``queue``.
+        """Begins a reading, for a forward on the thread of ``queue``.
 
         Returns:
-            The reading that ends with it, of which the memory is known; see ``timed`` for the time.
+            The reading that ends by this, with its memory; ``timed`` yields it with its time.
 
         Raises:
-            ConfigError: only what the link hides moves, and the device's events do not tell the time.
+            ConfigError: ``policy="free"`` on a device whose events do not tell the time.
         """
         if self._is_free and not self.tells_time:
             raise ConfigError(
@@ -214,18 +210,18 @@ class Readings:
             if thread is not None and thread is not queue:
                 one.others[id(queue)] = begun = one.others.get(id(queue), 0) + 1
                 if begun == 1:
-                    return None  # else the other thread has ended, or does something else
+                    return None  # at the second forward, the reading's thread is taken for ended
             elif one.log is not None:
                 closed = one
                 self._close(one, memory, now)
         if self._remembers and memory is not None:
-            # The peak may start anew before the next forward: without a look at the end that would be missed.
+            # The user may reset the counter before the next forward, so read the memory at the end, too.
             self._watches = self._hides(memory) or not (closed is None or closed.is_over)
         self._open = Reading(weakref.ref(queue), memory, now, self._transfers.transfer_log.reader())
         return closed
 
     def timed(self) -> Iterator[Reading]:
-        """Yields the readings that are over and whose end the device has come to, in order."""
+        """Yields the readings whose end the device has reached, in order."""
         log = self._transfers.transfer_log
         while self._over:
             one = self._over[0]
@@ -239,11 +235,11 @@ class Readings:
             one.exposed = sum(waited for _, waited in one.waits_at) / (1 + len(one.others))
             one.seconds = seconds
             one.saved = self._without_waits(one, one.saves_at)
-            one.asked = self._without_waits(one, one.unpacked_at)
+            one.unpacked = self._without_waits(one, one.unpacked_at)
             yield self._over.popleft()
 
     def _without_waits(self, one: Reading, moments: dict[int, tuple[Moment, int]]) -> dict[int, float]:
-        """Returns the seconds from the beginning of ``one`` to those moments, less what compute has waited before."""
+        """Returns the seconds of compute from the beginning of ``one`` to each moment, without waits."""
         found, waited, at = {}, 0.0, 0
         for number, (moment, position) in moments.items():
             while at < len(one.waits_at) and one.waits_at[at][0] < position:
@@ -253,14 +249,15 @@ class Readings:
         return found
 
     def _close(self, one: Reading, memory: DeviceMemory | None, now: Moment) -> None:
-        """``one`` is over."""
         self._unpacks = min(max(one.unpacks, 1), _ROUND)
         if memory is not None and one.memory is not None:
-            # Later it may be what another thread has going.
+            # In later steps, growth may belong to another thread.
             one.growth = memory.used - one.memory.used if self._steps < _FIRST else 0
             remembered, grown = one.memory.peak, memory.peak
             if remembered is not None and grown is not None and grown > remembered and not one.is_over:
-                one.peak = max(grown, one.peak)  # of what came after, it may be: then less stays than could
+                one.peak = max(
+                    grown, one.peak
+                )  # possibly reached after backward: then fewer bytes are kept than possible
             if remembered is not None and one.peak <= remembered and one.is_over and not self._hides(one.memory):
                 one.peak, one.is_exact = remembered, False
         self._steps += 1
@@ -269,23 +266,23 @@ class Readings:
             self._over.append(one)
 
     def stop(self) -> None:
-        """Reads no more of what goes on, nor of what is over."""
+        """Drops all readings."""
         self._open = None
         self._over.clear()
 
     def _is_sampled(self) -> bool:
-        """Counts a call; whether it is one at which a CPU is read."""
+        """Counts a call, and returns whether to read a CPU's memory at it."""
         self._calls += 1
         if self.budget is None or self._remembers:
             return False
         return self._steps < _FIRST or self._calls % _NOW_AND_THEN == 0
 
     def _hides(self, memory: DeviceMemory) -> bool:
-        """Whether so high a peak is remembered that one that does not grow says nothing."""
+        """Returns whether the peak counter is too high to tell whether a step kept the budget."""
         return self.budget is not None and (memory.peak or 0) > self.budget * _HIDING_PART
 
     def _look(self, one: Reading) -> None:
-        """Reads how much is used now, and was since the step began."""
+        """Reads the memory in use, and the peak counter if it has grown in the step."""
         if (memory := self._memory()) is None:
             return
         assert one.memory is not None
@@ -301,7 +298,7 @@ class Readings:
         return None if self.budget is None else self._runtime.memory(self._device)
 
     def _budget_of(self, given: int | str) -> int:
-        """Returns the budget in bytes; of ``"auto"``, most of what is free."""
+        """Returns the budget in bytes; for ``"auto"``, the memory in use and most of the free memory."""
         memory = self._runtime.memory(self._device)
         if memory is None:
             raise ConfigError(
@@ -315,16 +312,16 @@ class Readings:
 
 
 class Keeping:
-    """Sets the limits of the threads' queues, of the look-ahead and of the step tables, where each forward begins.
+    """Sets the limits of the threads' queues, of the prefetch order and of the step tables when a forward begins.
 
     Raises:
-        ConfigError: the config has a budget, and the device does not tell how much of its memory is used.
+        ConfigError: the config has a budget, and the device does not report its memory in use.
     """
 
     def __init__(self, transfers: Transfers, config: OffloadConfig, tables: StepTables, order: PrefetchOrder) -> None:
         self._transfers, self._config, self._tables, self._order = transfers, config, tables, order
         self._windows = transfers.windows
-        #: Reads what steps take; ``None`` where nothing depends on that.
+        #: Reads memory and time of steps; ``None`` if no setting depends on them.
         self.readings: Readings | None = None
         is_controlled = config.device_budget is not None or config.is_free
         if is_controlled or transfers.accounts.counters.plan is not None:
@@ -336,41 +333,41 @@ class Keeping:
             else:
                 tables.controller.budget = self._budget
         self._queues: Living[ResidentQueue] = Living()
-        #: Times steps, by which windows are sized: ``None`` where none is automatic, or something else says what stays.
-        #: A host's clock would not do, which runs ahead of a device; nor would a disk's pace, which is a cache's first.
+        #: Times steps to size the windows; ``None`` if no window is automatic or a controller decides. On a CPU this
+        #: would not work: a disk's first writes go to a cache.
         self._timing: Readings | None = None
         is_sized = self._windows.is_auto and self.readings is None and not transfers.is_captured
         if is_sized and not transfers.runtime.has_one_stream:
             self._timing = Readings(transfers, config, is_timed=True)
-        #: What the last step of each thread left behind, by its queue; and the kind whose windows are in force.
+        #: The log of the last step of each thread, by its queue; and the table whose windows are in force.
         self._logs: weakref.WeakKeyDictionary[ResidentQueue, StepLog] = weakref.WeakKeyDictionary()
         self.known: KnownTable | None = None
-        # Not by the time that steps took, where a graph is captured of one.
+        # A captured step repeats as it was captured.
         self._learns_what_stays = config.learns_what_stays and not transfers.is_captured
-        #: Whether storages that a step table has leave do so as soon as they are final.
+        #: Whether copies of storages with fate MOVE start as soon as the bytes are final.
         self.leaves_early = tables.controller is not None or self._learns_what_stays
-        #: The most bytes of the newest that stay, for each thread, in a step that is not known.
+        #: In an unknown step, the newest bytes that each thread keeps.
         self.keep = 0
         self._use_windows()
 
     def move(self, fraction: float) -> None:
-        """Has that part of the movable bytes of each known step move."""
+        """Fixes the fraction of the movable bytes of each step with a table."""
         self._tables.control(Controller(None, fraction))
         self.leaves_early = True
 
     @property
     def adapts(self) -> bool:
-        """Whether anything may change when a forward begins."""
+        """Whether a limit may change when a forward begins."""
         return self.readings is not None or self._windows.is_auto
 
     def new_queue(self) -> ResidentQueue:
-        """Returns a queue of the newest bytes, for one thread."""
+        """Returns the queue of a thread's saved storages."""
         queue = ResidentQueue(self.keep)
         self._queues.add(queue)
         return queue
 
     def begin(self, queue: ResidentQueue) -> None:
-        """Begins a forward on the thread of ``queue``."""
+        """Updates windows, limits and readings for a forward on the thread of ``queue``."""
         movable = queue.movable
         if self._windows.begin(movable, queue.largest):
             self._use_windows()
@@ -380,7 +377,7 @@ class Keeping:
             self._time(queue)
         if self.readings is None:
             return
-        self._transfers.poll()  # which learns the tables of steps that are over
+        self._transfers.poll()  # derives the tables of finished steps
         if (over := self.readings.begin(queue)) is not None:
             self._observe_memory(over)
         for one in self.readings.timed():
@@ -390,21 +387,21 @@ class Keeping:
             queue.limit = max(self.keep, int((1 - controller.fraction(controller.unknown)) * movable))
 
     def note_step(self, log: StepLog, queue: ResidentQueue) -> None:
-        """A step of the thread of ``queue`` begins, in which something is saved that may leave."""
+        """Notes that a step of ``queue``'s thread begins, at its first save that may move."""
         if self._timing is not None:
             self._logs[queue] = log
         if self.readings is not None:
             self.readings.note_step(log, queue)
 
     def use(self, known: KnownTable | None) -> None:
-        """Has the windows of steps like ``known`` in force."""
+        """Puts the windows of ``known`` in force."""
         self.known = known
         least = None if known is None else known.least
         if (self._windows.are_least or least is not None) and self._windows.use(least):
             self._use_windows()
 
     def _time(self, queue: ResidentQueue) -> None:
-        """Times the step that begins if the last one was looked up in a table of which two are not timed yet."""
+        """Times the step that begins, if the table of the thread's last step is due to be timed."""
         log, timing = self._logs.get(queue), self._timing
         assert timing is not None
         if log is not None and log.known is not None and log.known.is_due:
@@ -416,19 +413,19 @@ class Keeping:
             self.readings = None
 
     def grow(self, queue: ResidentQueue) -> None:
-        """Has the windows follow what ``queue`` has taken in, in a first step, before which nothing is known."""
+        """Grows the windows during a first step, to fit the saves of ``queue`` so far."""
         if self._windows.grow(queue.largest):
             self._use_windows()
 
     def _observe_memory(self, one: Reading) -> None:
-        """Has the controller learn from the memory of a step that is over."""
+        """Gives the controller the memory of a finished step."""
         controller, budget = self._tables.controller, self._budget
         if budget is None or one.log is None or not one.peak:
             return
         assert controller is not None
         kept = one.log.kept
         if one.peak > budget:
-            for queue in self._queues:  # what was to stay leaves, unless backward comes first
+            for queue in self._queues:  # offload kept storages, unless backward comes first
                 queue.requeue_exempt()
             why = partial(self._why, one.peak, budget) if kept == 0 else None
             self._transfers.accounts.fall_back("over_budget", why)
@@ -437,8 +434,8 @@ class Keeping:
             controller.observe_memory(known.kind, one.peak, kept, movable, one.growth, is_exact=one.is_exact)
 
     def _observe_waits(self, one: Reading) -> None:
-        """Has the controller learn from the waits of a step that is over, or decides what the link hides of its kind,
-        or which windows that needs."""
+        """Uses the times of a finished step: for the controller's fraction, for the hidden part of its table, or for
+        the sizes of its windows."""
         controller, log, link = self._tables.controller, one.log, self.link
         if log is None or (known := log.kind) is None:
             return
@@ -448,18 +445,18 @@ class Keeping:
             if log.fraction is not None:
                 controller.observe_waits(kind, log.fraction, one.exposed / max(one.seconds - one.exposed, 1e-12))
                 self._transfers.accounts.counters.slowdown = controller.slowdown
-        elif one.saved and one.asked and link is not None and (controller is None or not known.is_timed):
-            if not known.time(log.times(one.saved, one.asked, link, self._windows)):
+        elif one.saved and one.unpacked and link is not None and (controller is None or not known.is_timed):
+            if not known.time(log.times(one.saved, one.unpacked, link, self._windows)):
                 return
             if controller is None:
                 known.size(self._windows)
-                self.known = None  # so that a step like it uses them
+                self.known = None  # so that the next matching step puts the new windows in force
             else:
                 controller.decide(kind, known.hidden_part())
 
     @property
     def link(self) -> Link | None:
-        """How fast bytes travel; ``None`` where nothing was moved that could tell."""
+        """The measured speed of the link; ``None`` before the first timed copy."""
         out = self._transfers.out_rate.value
         return None if out is None else Link(out, self._transfers.in_rate.value or out)
 

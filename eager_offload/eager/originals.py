@@ -59,7 +59,7 @@ class Original(weakref.ref[Tensor]):
     inside: list[str]
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Returns ``tensor``, a plain tensor with the original's bytes, with the type and attributes of the original."""
+        """Returns ``tensor``, a plain tensor with the original's bytes, with its type and attributes."""
         if self.kind is Tensor:
             tensor.__dict__ = self.attributes
             return tensor
