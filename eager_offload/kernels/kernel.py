@@ -37,6 +37,16 @@ _IMPLS = ("auto", "torch", "inductor", "cuda")
 class Kernel:
     """What a kernel takes, how it is launched, and what computes it.
 
+        def halve(x, y):
+            y.copy_(x / 2)
+
+        rows = TensorSpec((1024, 64), torch.float32)
+        source = "__global__ void halve(const float* x, float* y) {...}"
+        signature = Signature(inputs=(rows,), outputs=(rows,))
+        spec = LaunchSpec(grid=(512, 1, 1), block=(128, 1, 1))
+        kernel = Kernel("halve", signature, spec, {"torch": halve, "cuda": source})
+        y = as_torch_kernel(kernel)(torch.ones(1024, 64))
+
     Args:
         name: what errors call it, and the name of the function in CUDA C++.
         signature: what it takes and gives.
@@ -81,7 +91,10 @@ class Kernel:
 class TorchKernel:
     """A kernel as a function of torch tensors; :func:`as_torch_kernel` makes it. Any thread may call it.
 
-    A call checks its arguments first, launches on the current stream of their device, and has no gradient.
+    A call checks its arguments first, launches on the current stream of their device, and has no gradient. Functions
+    with the same operators, shapes, versions, device and, for CUDA C++, ``spec`` share a compiled kernel; its machine
+    code stays loaded until the process ends. Keep the function and its arguments for as long as a captured graph of
+    them is replayed. On an H100 kernels of Inductor had the bits of torch's operators; ``"cuda"`` has not run on a GPU.
     """
 
     def __init__(self, kernel: Kernel, impl: str) -> None:
@@ -98,7 +111,8 @@ class TorchKernel:
 
         Args:
             arguments: the inputs, and what is ``inout`` behind them.
-            out: where the outputs go; new tensors by default. A single one may come bare.
+            out: where the outputs go; new tensors by default. A single one may come bare. Parts that the body does not
+                write keep their values. A written tensor shares no memory with another one of the call.
 
         Returns:
             The outputs, in their structure, and what is ``inout`` behind them; a single result comes bare.

@@ -91,10 +91,10 @@ def plan(
         inputs: what it is called with: a tensor, a tuple or list of arguments, or a mapping of keywords, which may hold
             objects, such as a cache: they are copied. Integers and booleans should be real ones: models look at masks.
         loss: makes the loss of what the model returns; ``None``: what it returns itself, or its ``loss``.
-        device: ``"here"``, which is measured; ``"h200"``, ``"h100"``, ``"a100"``, ``"l40s"`` or ``"rtx4090"``; or a
-            :class:`Machine`.
+        device: ``"here"``, whose link is measured, and whose speed unless the card is one of these; ``"h200"``,
+            ``"h100"``, ``"a100"``, ``"l40s"`` or ``"rtx4090"``; or a :class:`Machine`.
         device_budget: bytes of the device that the step may take, or a text such as ``"40GiB"``; ``None`` or
-            ``"auto"``: all that it has; of the device that is here, what is free, less a tenth.
+            ``"auto"``: all that it has; ``"here"``, the memory in use plus nine tenths of the free.
         host_budget: bytes that may rest in the tier at one time, in the same form, of which an eighth is left for what
             its slabs round; ``None``: any number. What finds no room there stays. The ``Offload`` has it too.
         optimizer: a class, an instance, or a function that makes one of a list of parameters. The states that a step of
