@@ -68,10 +68,14 @@ def write(measured: Iterable[tuple[Case, OffloadStats]]) -> None:
 
 
 def page() -> str:
-    """The page with a row for each model of the table."""
+    """The page with the first row of each model of the table."""
     above, lines = committed()
-    plain = {model: line for (model, variant), line in lines.items() if variant == "plain"}
-    rows = [[model, *(f"{number:,}" for number in line[:5])] for model, line in plain.items()]
+    first = dict(reversed(lines))
+    rows = [
+        [model if variant == "plain" else f"{model}, {variant}", *(f"{number:,}" for number in line[:5])]
+        for (model, variant), line in lines.items()
+        if first[model] == variant
+    ]
     return _with_table(PAGE.read_text(), above, _SHORT_HEAD, rows)
 
 
