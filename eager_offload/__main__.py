@@ -56,7 +56,7 @@ def _doctor(arguments: Sequence[str]) -> int:
         description="Examines this machine for about 10 seconds: what offloading has to work with, and which settings "
         "fit. The text is meant to be pasted into an issue.",
     )
-    parser.add_argument("--json", action="store_true", help="for machines; docs/doctor_and_report.md lists the keys")
+    parser.add_argument("--json", action="store_true", help="for machines; eager_offload.observe.doctor has the keys")
     parser.add_argument(
         "--disk-path",
         action="append",

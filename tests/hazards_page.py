@@ -1,4 +1,4 @@
-"""The last column of docs/hazards.md: which files prove each hazard.
+"""The last column of tests/hazards.md: which files prove each hazard.
 
     python -m tests.hazards_page     writes it anew
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.programs import corpus
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "hazards.md"
+PAGE = TESTS / "hazards.md"
 #: A row of a table: all before the last column, with the id in it, and the last column.
 _ROW = re.compile(r"^(?P<said>\| (?P<id>H\d\d) \|.*\|) (?P<proof>[^|]+) \|$", re.MULTILINE)
 

@@ -37,6 +37,16 @@ _IMPLS = ("auto", "torch", "inductor", "cuda")
 class Kernel:
     """A kernel: its arguments, its launch, and its implementations.
 
+        def halve(x, y):
+            y.copy_(x / 2)
+
+        rows = TensorSpec((1024, 64), torch.float32)
+        source = "__global__ void halve(const float* x, float* y) {...}"
+        signature = Signature(inputs=(rows,), outputs=(rows,))
+        spec = LaunchSpec(grid=(512, 1, 1), block=(128, 1, 1))
+        kernel = Kernel("halve", signature, spec, {"torch": halve, "cuda": source})
+        y = as_torch_kernel(kernel)(torch.ones(1024, 64))
+
     Args:
         name: names the kernel in errors; the name of the function in CUDA C++.
         signature: the arguments and results.
@@ -79,7 +89,10 @@ class Kernel:
 class TorchKernel:
     """A kernel as a function of torch tensors, made by :func:`as_torch_kernel`. Thread-safe.
 
-    A call checks its arguments, then launches on the current stream of their device. It has no gradient.
+    A call checks its arguments, then launches on the current stream of their device. It has no gradient. Functions with
+    the same operators, shapes, versions, device and, for CUDA C++, ``spec`` share a compiled kernel; its machine code
+    stays loaded until the process ends. Keep the function and its arguments for as long as a captured graph of them is
+    replayed. On an H100 kernels of Inductor had the bits of torch's operators; ``"cuda"`` has not run on a GPU.
     """
 
     def __init__(self, kernel: Kernel, impl: str) -> None:
@@ -95,7 +108,8 @@ class TorchKernel:
 
         Args:
             arguments: the inputs, then the ``inout`` tensors.
-            out: tensors for the outputs; new tensors by default. A single output may be passed without a tuple.
+            out: tensors for the outputs; new tensors by default. A single output may be passed without a tuple. Parts
+                that the body does not write keep their values. A written tensor shares no memory with another one.
 
         Returns:
             The outputs in their structure, then the ``inout`` tensors; a single result without a tuple.

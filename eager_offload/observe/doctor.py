@@ -1,7 +1,7 @@
 """Examines a machine: its resources for offloading, whether offloading pays there, and with which settings.
 
-``--json`` prints a :class:`Diagnosis`, whose fields docs/doctor_and_report.md describes. Sizes are bytes, times
-seconds, speeds bytes a second; what could not be measured is ``None`` or 0.
+``--json`` prints a :class:`Diagnosis`. Sizes are bytes, times seconds, speeds bytes a second; an unmeasured quantity
+is ``None`` or 0.
 
 [Note: when it pays]
 The saves of a layer are hidden if they have left when forward is over, and are back when backward is, which takes twice
@@ -56,8 +56,10 @@ class Memory:
     total_bytes: int
     headroom_bytes: int
     budget_bytes: int
+    """``host_budget="auto"`` of the whole node."""
     ranks: int
     bound_by: str
+    """The limit that ``headroom_bytes`` comes from; ``remedy`` raises it."""
     remedy: str
 
 
@@ -68,12 +70,15 @@ class Disk:
     path: str
     filesystem: str = ""
     device: int = 0
+    """Equal for directories of one disk."""
     free_bytes: int = 0
     budget_bytes: int = 0
+    """``disk_budget="auto"``."""
     direct_io: bool = False
     out: float = 0.0
     back: float = 0.0
     refused: str = ""
+    """Why no spill file can be made there, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class Verdict:
     advice: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     python: str = ""
+    """The settings, to paste."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ class Diagnosis:
     disks: list[Disk]
     self_tests: list[SelfTest]
     failures: list[str]
+    """Probes that failed or hung, and the first compiler name that this torch lacks."""
     verdict: Verdict
 
 

@@ -90,8 +90,8 @@ def plan(
         inputs: a tensor, a tuple or list of arguments, or a mapping of keywords. They may include objects (e.g. a
             cache), which are copied. Integers and booleans should be real tensors, because models inspect masks.
         loss: maps the model's result to the loss; ``None``: the result itself, or its ``loss``.
-        device: ``"here"``, which is known by its name or measured; ``"h200"``, ``"h100"``, ``"a100"``, ``"l40s"`` or
-            ``"rtx4090"``; or a :class:`Machine`.
+        device: ``"here"``, whose link is measured, and its speed unless the card is one of these; ``"h200"``,
+            ``"h100"``, ``"a100"``, ``"l40s"`` or ``"rtx4090"``; or a :class:`Machine`.
         device_budget: bytes of device memory that the step may take, or a text (e.g. ``"40GiB"``); ``None`` or
             ``"auto"``: all memory of the device; with ``"here"``, the process's memory plus nine tenths of the free.
         host_budget: bytes that the tier may store at one time, in the same form; an eighth is left for the rounding of

@@ -19,7 +19,12 @@ from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "tests" / "hazards.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 # A fence may be indented, in a list or a tab; it ends at one as long that is indented alike.
 _BLOCK = re.compile(

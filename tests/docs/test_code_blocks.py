@@ -5,7 +5,7 @@
 | ``python`` | A page's blocks run in order, in one namespace, in a process and a temporary directory of their own, as `__main__`. A hidden setup may come before (``pages.py``). No network and no accelerator is there; a GPU's lines stand behind a condition or in a ``text`` block |
 | ``bash`` | What it starts exists: targets in the Makefile, modules, scripts, extras. It is not run |
 | ``yaml``, ``toml``, ``json`` | They parse; so do the fields of a config under a key ``offload`` or ``eager_offload`` |
-| ``text`` | Nothing: output and drawings |
+| ``text`` | Output and drawings. A report of the stats has the lines of the one that the page prints |
 
 A fence without a language, or with another one, is refused.
 """  # noqa: E501  # rows of a table cannot be broken
@@ -76,7 +76,12 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.xdist_group("pages")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
 def test_python_blocks_run_in_order(page: Path, ran: dict[Path, Path]) -> None:
-    assert (ran[page] / "status").read_text() == "0", (ran[page] / "output").read_text()[-6000:]
+    output = (ran[page] / "output").read_text()
+    assert (ran[page] / "status").read_text() == "0", output[-6000:]
+    shown = "".join(code for _, _, code in blocks(page, "text") if code.startswith("peak saved-tensor memory"))
+    # A report that a page shows is the one that it prints: each line's name, and the bytes that no machine changes.
+    for line in re.findall(r"^(saved .*|[a-z]+ )", shown, re.MULTILINE):
+        assert f"\n{line}" in f"\n{output}", f"{name(page)} does not print {line!r}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

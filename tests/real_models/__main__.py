@@ -1,4 +1,4 @@
-"""Makes the table in ``docs/models.md`` anew, in about three minutes: ``python -m tests.real_models``."""
+"""Makes ``table.md`` and the table in ``docs/models.md`` anew, in three minutes: ``python -m tests.real_models``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table in ``docs/models.md``: its lines, which versions they were made with, and its place on the page."""
+"""The table of all cases in ``table.md``, and the one of models in ``docs/models.md``: lines, versions, places."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import transformers
 from eager_offload import OffloadStats
 from tests.real_models.training import Case
 
+TABLE = Path(__file__).with_name("table.md")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 #: Why a saved tensor may stay without counting: too small to be worth it, held for good anyway, asked for at once.
 EXCUSED = ("small", "parameter", "newest")
 
 _COLUMNS = ("small", "parameter", "alive")
 _HEAD = "| model | variant | saved | offloaded | shared | kept: small | parameter | alive | else | share |"
+#: Of a model's plain row, what the page has.
+_SHORT_HEAD = "| model | saved | offloaded | shared | small | parameter |"
 _BEGIN, _END = "<!-- table: python -m tests.real_models -->", "<!-- end of table -->"
 
 
@@ -48,22 +51,39 @@ def numbers(stats: OffloadStats) -> list[int]:
 
 
 def committed() -> tuple[str, dict[tuple[str, str], list[int]]]:
-    """The line above the page's table, and the table's numbers by model and variant."""
-    above, _, head, _, *lines = _table(PAGE.read_text()).strip().splitlines()
+    """The line above the table, and the table's numbers by model and variant."""
+    above, _, head, _, *lines = _table(TABLE.read_text()).strip().splitlines()
     assert head == _HEAD
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
     return above, {(row[0], row[1]): [int(cell.replace(",", "")) for cell in row[2:-1]] for row in rows}
 
 
 def write(measured: Iterable[tuple[Case, OffloadStats]]) -> None:
-    """Puts a table in the place of the page's."""
+    """Puts a table in the place of the one that is there, and the models' rows on the page."""
     rows = [
         [*key(case), *(f"{number:,}" for number in numbers(stats)), f"{share(stats):.1%}"] for case, stats in measured
     ]
-    ruler = "| --- | --- |" + " ---: |" * (_HEAD.count("|") - 3)
-    table = "\n".join(["", made_with(), "", _HEAD, ruler, *(f"| {' | '.join(row)} |" for row in rows), ""])
-    text = PAGE.read_text()
-    PAGE.write_text(text.replace(_table(text), table))
+    TABLE.write_text(_with_table(TABLE.read_text(), made_with(), _HEAD, rows))
+    PAGE.write_text(page())
+
+
+def page() -> str:
+    """The page with the first row of each model of the table."""
+    above, lines = committed()
+    first = dict(reversed(lines))
+    rows = [
+        [model if variant == "plain" else f"{model}, {variant}", *(f"{number:,}" for number in line[:5])]
+        for (model, variant), line in lines.items()
+        if first[model] == variant
+    ]
+    return _with_table(PAGE.read_text(), above, _SHORT_HEAD, rows)
+
+
+def _with_table(text: str, above: str, head: str, rows: list[list[str]]) -> str:
+    names = 2 if "variant" in head else 1
+    ruler = "| --- " * names + "| ---: " * (head.count("|") - 1 - names) + "|"
+    table = "\n".join(["", above, "", head, ruler, *(f"| {' | '.join(row)} |" for row in rows), ""])
+    return table.join((text.split(_BEGIN)[0] + _BEGIN, _END + text.split(_END)[1]))
 
 
 def _table(text: str) -> str:

@@ -1,6 +1,6 @@
 """Real architectures train to the same bits with offload and without, and nearly all that they save moves.
 
-``docs/models.md`` has the figures; ``python -m tests.real_models`` makes its table anew.
+``table.md`` has the figures; ``python -m tests.real_models`` makes it anew.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ IN_EVERY_WAY = [
     for case in CASES
 ]
 
-# With more, sums over threads differ from run to run: see ``docs/models.md``.
+# With more, sums over threads differ from run to run: see ``table.md``.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -46,5 +46,6 @@ def test_a_real_model_trains_to_the_same_bits_and_its_line_in_the_table_holds(ca
         assert all(abs(one - other) <= most for one, other in zip(here, there, strict=True)), told
 
 
-def test_the_table_has_a_line_for_each_case() -> None:
+def test_the_table_has_a_line_for_each_case_and_the_page_one_for_each_model() -> None:
     assert [*table.committed()[1]] == [table.key(case) for case in CASES]
+    assert table.PAGE.read_text() == table.page(), "python -m tests.real_models writes it anew"
