@@ -5,7 +5,7 @@
 
 ``cost`` plans a large model on meta in processes of their own: seconds of the processor, since one thread does it all,
 and resident bytes. ``recompute`` plans models on cards at the memory that checkpointing takes, each in a process of its
-own, and ``--page`` writes the table into benchmarks/README.md. ``cpu`` trains with the disk tier and the settings of
+own, and ``--page`` writes the table into docs/plan.md. ``cpu`` trains with the disk tier and the settings of
 plans: the predicted peak and step beside resident bytes and seconds.
 """
 
@@ -299,7 +299,7 @@ def options_of() -> argparse.Namespace:
     model = {"layers": 32, "sequence": 512, "batch": 4, "window": "32MiB", "min_bytes": "256KiB"}
     parser = command_line(__doc__, workers=True, **several, **model)
     parser.add_argument("--parts", type=named(PARTS), default=",".join(PARTS), help="with commas between")
-    parser.add_argument("--page", action="store_true", help="write the table of recompute into benchmarks/README.md")
+    parser.add_argument("--page", action="store_true", help="write the table of recompute into docs/plan.md")
     shares = listed(float, lambda one: 0 <= one <= 1)
     parser.add_argument("--shares", type=shares, default="0.25,0.5,0.75", help=SHARES)
     options = parse(parser, layers=4, rounds=1, steps=1)
