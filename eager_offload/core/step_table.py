@@ -166,6 +166,7 @@ class StepLog:
         "asks",
         "before_backward",
         "facts",
+        "first",
         "fraction",
         "is_known",
         "kept",
@@ -187,6 +188,8 @@ class StepLog:
         self.asked_at: dict[int, float] = {}
         #: Those whose storage was alive when it was asked for, or was not looked at, since it was before.
         self.alive: set[int] = set()
+        #: Those that have brought in a storage that leaves before others do where a budget lets some stay.
+        self.first: set[int] = set()
         #: The table that it was like, from its first save to its last ask; ``None`` where it was like none.
         self.known: KnownTable | None = None
         #: The table that it has taught, once its graph is gone.
@@ -310,6 +313,7 @@ class KnownTable:
         "_shared",
         "_timed_after",
         "facts",
+        "first",
         "in_vain",
         "is_timed",
         "kind",
@@ -325,6 +329,8 @@ class KnownTable:
 
     def __init__(self, table: StepTable, facts: list[Facts]) -> None:
         self.facts = facts
+        #: As of the last step like it; see ``StepLog.first``.
+        self.first: set[int] = set()
         #: Saves whose sizes differ from step to step: see [Note: sizes that vary].
         self.varies: set[int] = set()
         #: How many steps were like it, and how many of the last ones in a row differed.
@@ -442,6 +448,7 @@ class KnownTable:
             seen.link.back,
             seen.window,
             seen.ahead,
+            [place[number] for number in self.first if number in place],
         )
 
     def difference(self, number: int, facts: Facts) -> str:
@@ -658,7 +665,7 @@ class StepTables:
         else:
             self._known.remove(alike)
         alike.take(table, log.times(dict(enumerate(log.packed_at)), log.asked_at, link, windows))
-        alike.times, alike.misses = alike.times + 1, 0
+        alike.times, alike.misses, alike.first = alike.times + 1, 0, log.first
         log.taught = alike
         if log.known is alike:
             self.last = self.table_of(alike)
