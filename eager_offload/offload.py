@@ -375,10 +375,12 @@ class Offload:
     def saved_tensors_hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         """Returns the pair of hooks that ``with offload:`` installs, for engines that take a pair.
 
-            torch_remat.checkpoint(block, x, saved_tensors_hooks=offload.saved_tensors_hooks())
+            torch_remat.checkpoint(saved_tensors_hooks=offload.saved_tensors_hooks())(block)(x)
 
         It packs for this object in any thread, in a ``with`` of it or outside; there the last saves wait for further
         ones before they leave. Compilers leave it to autograd to call it. With ``enabled=False`` everything stays.
+        ``torch_remat`` tells such a pair, and not a ``with``, which tensors are inputs of checkpoints: those leave
+        first where a ``device_budget`` lets some stay.
         """
         if not self.config.enabled:
             return stays, contexts.unpack

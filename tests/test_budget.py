@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +24,8 @@ def timelines(draw: st.DrawFn) -> Timeline:
     unpacks = sorted(range(len(nbytes)), key=asked.__getitem__)
     rates = [draw(st.sampled_from([0.5, 8.0, 100.0])) for _ in range(2)]
     windows = [draw(st.integers(1, 300)) for _ in range(2)]
-    return Timeline(nbytes, final, [8 + one for one in asked], unpacks, 8.0, 16.0, *rates, *windows)
+    first = draw(st.sets(st.sampled_from(unpacks)))
+    return Timeline(nbytes, final, [8 + one for one in asked], unpacks, 8.0, 16.0, *rates, *windows, first)
 
 
 def moved(step: Timeline, moves: list[bool]) -> int:
@@ -39,13 +42,15 @@ def test_a_share_is_the_least_that_is_not_less_and_less_is_a_part_of_more(
     for fraction, moves in zip(fractions, (some, more), strict=True):
         due, found = fraction * sum(step.nbytes), moved(step, moves)
         assert due - 0.5 <= found < due + max(step.nbytes) + 0.5
+        others = [one for number, one in enumerate(moves) if number not in step.first]
+        assert all(moves[number] for number in step.first) or not any(others)
     assert not any(share(step, 0.0))
     assert all(share(step, 1.0))
 
 
 @given(timelines())
 def test_the_share_that_a_link_hides_is_what_it_hides(step: Timeline) -> None:
-    moves = hidden(step)
+    step, moves = replace(step, first=()), hidden(step)
     assert share(step, moved(step, moves) / sum(step.nbytes)) == moves
 
 

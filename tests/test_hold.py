@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from tests.hazards.backends import Backend
+from tests.hazards.backends import Backend, assert_balanced
 from tests.hazards.programs import assert_moved
 from tests.programs import leaf
+from tests.programs.streams import Streams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N = 1 << 12
@@ -76,16 +80,60 @@ class _Plain:
 
 
 class _Storage:
-    """A backend of an activation store: ``put`` gives a payload, of which ``get`` fills a tensor of the caller's."""
+    """A backend of torchtitan's activation storage, by its protocol: ``put``, ``get`` into the caller's, ``free``."""
 
-    def __init__(self, offload: eo.Offload) -> None:
-        self._offload = offload
+    def __init__(self, hold: Callable[[Tensor], Any]) -> None:
+        self._hold = hold
 
-    def put(self, tensor: Tensor) -> eo.HeldTensor:
-        return self._offload.hold(tensor)
+    def put(self, tensor: Tensor, stream: Streams | None) -> list[Any]:
+        return [self._hold(tensor)]  # its copy is ordered behind the current stream, and runs on one of its own
 
-    def get(self, payload: eo.HeldTensor, out: Tensor) -> None:
-        out.copy_(payload.restore())
+    def get(self, payload: list[Any], out: Tensor, stream: Streams | None) -> None:
+        def fill() -> None:
+            out.copy_(payload[0].restore())
+
+        fill() if stream is None else stream.run(fill, aside=True)
+
+    def free(self, payload: list[Any]) -> None:
+        payload.clear()
+
+
+@dataclass
+class _Saved:
+    tensor: Tensor | None
+    out: Callable[[], Tensor]
+    payload: list[Any] = field(default_factory=list)
+
+
+class _Store:
+    """Puts what autograd saves into a backend once forward has ended, and gets it on a stream aside."""
+
+    def __init__(self, backend: _Storage) -> None:
+        self._backend, self._pending = backend, list[_Saved]()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        for saved in self._pending:
+            assert saved.tensor is not None
+            saved.payload, saved.tensor = self._backend.put(saved.tensor, None), None
+        self._pending.clear()
+
+    def _pack(self, tensor: Tensor) -> _Saved | Tensor:
+        is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        if tensor.is_leaf or not is_whole:
+            return tensor.detach()
+        self._pending.append(_Saved(tensor.detach(), partial(torch.empty, tensor.size(), device=tensor.device)))
+        return self._pending[-1]
+
+    def _unpack(self, saved: _Saved | Tensor) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        out = saved.out()
+        self._backend.get(saved.payload, out, Streams())
+        self._backend.free(saved.payload)
+        return out
 
 
 def _checkpointed(x: Tensor, weight: Tensor, hold: Callable[[Tensor], Any]) -> Tensor:
@@ -98,8 +146,18 @@ def _chunked(x: Tensor, weight: Tensor, hold: Callable[[Tensor], Any]) -> Tensor
     return _ChunkedLoss.apply((x @ weight).tanh(), weight, hold)  # type: ignore[no-any-return, no-untyped-call]
 
 
-@pytest.mark.parametrize("program", [_checkpointed, _chunked])
-@pytest.mark.parametrize("is_inside", [True, False], ids=["in a with", "outside"])
+def _stored(x: Tensor, weight: Tensor, hold: Callable[[Tensor], Any]) -> Tensor:
+    with _Store(_Storage(hold)).forward():
+        for _ in range(4):
+            x = (x @ weight).tanh()
+        return x.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("program", "is_inside"),
+    [*itertools.product([_checkpointed, _chunked], [True, False]), (_stored, False)],
+    ids=lambda one: one.__name__ if callable(one) else "in a with" if one else "outside",
+)
 def test_functions_that_hold_their_tensors_have_the_same_gradients(
     backend: Backend, program: Callable[..., Tensor], is_inside: bool
 ) -> None:
@@ -124,26 +182,29 @@ def test_functions_that_hold_their_tensors_have_the_same_gradients(
     expected = train(_Plain, False)
     found = train(offload.hold, True)
     assert all(map(torch.equal, found, expected))
-    assert_moved(offload.stats(synchronize=True), 0.5)
+    program(leaf(64, 64, seed=1), leaf(64, 64, seed=2), offload.hold)  # a graph that is dropped
+    stats = offload.stats(synchronize=True)
+    assert_moved(stats, 0.5)
+    assert_balanced(stats)
 
 
 def test_what_is_held_leaves_at_once_and_its_bytes_go_back(backend: Backend) -> None:
     offload = backend.offload()
-    storage, kept = _Storage(offload), list[Tensor]()
+    storage, kept = _Storage(offload.hold), list[Tensor]()
     with torch.no_grad():  # so that no node is made, and the thread's sequence number stands still
         held = []
         for number in range(4):
             tensor = torch.full((N,), float(number)).t()
-            held.append(storage.put(tensor))
+            held.append(storage.put(tensor, None))
             kept.append(tensor.clone())
             del tensor
         assert offload.stats(synchronize=True).bytes_out == 4 * 4 * N
         for one, expected in zip(held, kept, strict=True):
             out = torch.empty(N)
-            storage.get(one, out)
+            storage.get(one, out, None)
             assert torch.equal(out, expected)
-            assert torch.equal(one.restore(), expected)  # again
-    del held, one
+            assert torch.equal(one[0].restore(), expected)  # again
+            storage.free(one)
     stats = offload.stats(synchronize=True)
     assert stats.offloaded_bytes == stats.reloaded_bytes + stats.forwarded_bytes + stats.released_bytes
     # Dropped without being restored.

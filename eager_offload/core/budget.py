@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -71,6 +71,8 @@ class Timeline:
     """Bytes on their way out at most."""
     ahead: int
     """Bytes brought back early at most."""
+    first: Collection[int] = ()
+    """Those that move before any other does, whatever the link hides."""
 
     @cached_property
     def leaving(self) -> list[int]:
@@ -102,10 +104,14 @@ def share(step: Timeline, fraction: float) -> list[bool]:
     1. A link of the least pace is looked for that hides so many bytes; see ``hidden``. The pace is bisected.
     2. What moves behind a slower link moves behind a faster one too. So less is always a part of more.
     3. Between the last two paces the oldest move.
+
+    This chooses among ``step.first``, and among the others once all of those move.
     """
     nbytes = step.nbytes
     due = sum(nbytes) - round((1 - fraction) * sum(nbytes))
-    least, most = set[int](), set(range(len(nbytes)))
+    least, most = set[int](), set(step.first)
+    if sum(nbytes[number] for number in most) < due:
+        least, most = most, set(range(len(nbytes)))
     low, high = -_OCTAVES, _OCTAVES
     for _ in range(_HALVINGS):
         if len(most) - len(least) <= 1:

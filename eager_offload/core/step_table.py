@@ -170,6 +170,7 @@ class StepLog:
         "before_backward",
         "derived",
         "facts",
+        "first",
         "fraction",
         "is_known",
         "kept",
@@ -192,6 +193,8 @@ class StepLog:
         self.unpacked_at: dict[int, float] = {}
         #: Saves whose storage the program still referenced at unpack (checked now, or known from an earlier step).
         self.alive: set[int] = set()
+        #: Saves whose storages move first under a budget (e.g. inputs of checkpoints).
+        self.first: set[int] = set()
         #: The table that it was like, from its first save to its last ask; ``None`` where it was like none.
         self.known: KnownTable | None = None
         #: The table that was made from this log.
@@ -313,6 +316,7 @@ class KnownTable:
         "_shared",
         "_timed_after",
         "facts",
+        "first",
         "in_vain",
         "is_timed",
         "kind",
@@ -328,6 +332,8 @@ class KnownTable:
 
     def __init__(self, table: StepTable, facts: list[Facts]) -> None:
         self.facts = facts
+        #: ``StepLog.first`` of the last matching step.
+        self.first: set[int] = set()
         #: Saves whose sizes differ from step to step: see [Note: sizes that vary].
         self.varies: set[int] = set()
         #: The number of steps that matched, and of the latest steps in a row that did not.
@@ -439,6 +445,7 @@ class KnownTable:
             seen.link.back,
             seen.window,
             seen.ahead,
+            [place[number] for number in self.first if number in place],
         )
 
     def difference(self, number: int, facts: Facts) -> str:
@@ -650,7 +657,7 @@ class StepTables:
         else:
             self._known.remove(alike)
         alike.take(table, log.times(dict(enumerate(log.packed_at)), log.unpacked_at, link, windows))
-        alike.times, alike.misses = alike.times + 1, 0
+        alike.times, alike.misses, alike.first = alike.times + 1, 0, log.first
         log.derived = alike
         if log.known is alike:
             self.last = self.table_of(alike)

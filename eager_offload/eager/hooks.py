@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from contextlib import nullcontext
 from typing import Protocol, TypeAlias
@@ -118,6 +119,8 @@ class Hooks:
         self._min_bytes = config.size("min_bytes")
         #: Whether what is saved outside of the modules of ``only`` stays.
         self._is_limited = bool(config.only)
+        #: Whether inputs of checkpoints leave first. Not where the link says what moves, which hides that part alone.
+        self._sends_inputs_first = config.device_budget is not None and not config.is_free
         self._accounts = accounts
         self._offloaders = offloaders
         self._saves: dict[torch.device, SavedTensors] = {}
@@ -202,6 +205,8 @@ class Hooks:
                 saved = saves.save(tensor, thread.queues[saves], sequence, step, mark)
                 if isinstance(saved, SavedView):
                     packed = saved
+                    if self._sends_inputs_first and _is_checkpoint_input():
+                        step.log.first.add(step.log.facts[saved.number][3])
                 else:
                     reason = saved
         elif reason is KeepReason.SMALL and thread.queues:
@@ -283,3 +288,14 @@ class Hooks:
             if saves.may_know(tensor, step):
                 return saves.share(tensor, queue, autograd_sequence(), step)
         return None
+
+
+def _is_checkpoint_input() -> bool:
+    """Returns whether ``torch_remat`` says of the tensor that is packed now that a checkpoint is to compute from it."""
+    remat = sys.modules.get("torch_remat")  # it is not imported for that: without it, no tensor is one
+    if remat is None:
+        return False
+    try:
+        return bool(remat.current_saved_tensor_info().kind is remat.SavedTensorKind.CHECKPOINT_INPUT)
+    except (AttributeError, RuntimeError):  # of an earlier release; or autograd, and not torch_remat, has called pack
+        return False

@@ -1,4 +1,5 @@
-"""torchtitan's debug Llama with ``OffloadTrainer``: parameters after 4 steps are equal, on 1 and 2 gloo ranks."""
+"""torchtitan's debug Llama, with its selective checkpoints, and ``OffloadTrainer``: parameters after 4 steps are equal,
+on 1, 2 and 4 gloo ranks."""
 
 from __future__ import annotations
 
@@ -14,19 +15,23 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 _STEPS = Path(__file__).parent / "titan_steps.py"
 
 
-def _digests(way: str, ranks: int) -> list[list[str]]:
+def _digests(way: str, ranks: int, degrees: tuple[str, ...]) -> list[list[str]]:
     """Trains on so many ranks; returns of each the digest of its parameters, and the bytes that left and came back."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
     with ThreadPoolExecutor(ranks) as pool:
-        printed = pool.map(lambda rank: printed_by(_STEPS, way, port, str(rank), str(ranks)), range(ranks))
+        printed = pool.map(lambda rank: printed_by(_STEPS, way, port, str(rank), str(ranks), *degrees), range(ranks))
         return [text[text.index("DIGEST ") :].split()[1:4] for text in printed]
 
 
-@pytest.mark.parametrize("ranks", [1, 2], ids=["selective checkpoints", "FSDP2"])
-def test_parameters_are_equal_and_bytes_move(ranks: int) -> None:
-    expected, found = (_digests(way, ranks) for way in ("plain", "offload"))
+@pytest.mark.parametrize(
+    ("ranks", "degrees"),
+    [(1, ()), (2, ()), (4, ("tensor_parallel_degree=2",)), (2, ("pipeline_parallel_degree=2",))],
+    ids=["one rank", "FSDP2", "FSDP2 and TP", "PP"],
+)
+def test_parameters_are_equal_and_bytes_move(ranks: int, degrees: tuple[str, ...]) -> None:
+    expected, found = (_digests(way, ranks, degrees) for way in ("plain", "offload"))
     assert [one[0] for one in found] == [one[0] for one in expected]
     assert all(int(out) > 0 and int(back) > 0 for _, out, back in found)
     assert all(one[1:] == ["0", "0"] for one in expected)

@@ -1,6 +1,6 @@
 """Trains torchtitan's debug Llama for 4 steps on the CPU, a process for each gloo rank, and prints a digest of it.
 
-python tests/stacks/titan_steps.py plain|offload|graphs PORT RANK RANKS
+python tests/stacks/titan_steps.py plain|offload|graphs PORT RANK RANKS [tensor|pipeline_parallel_degree=2]
 python tests/stacks/titan_steps.py arguments --offload.device_budget 60GiB   prints that field
 """
 
@@ -9,6 +9,7 @@ python tests/stacks/titan_steps.py arguments --offload.device_budget 60GiB   pri
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import schedules
 
 # torchtitan asks for the accelerator when it is imported, and takes "cuda" where there is none.
 torch._utils._get_available_device_type = lambda: "cpu"
@@ -27,6 +29,26 @@ torch.cpu.get_device_name = lambda *_: "CPU"
 for name in ("reset_peak_memory_stats", "empty_cache"):
     setattr(torch.cpu, name, lambda *_: None)
 torch.cpu.memory_stats = lambda *_: {}
+
+
+def _taking_microbatches(step: Any) -> Any:
+    """Has a schedule's ``step`` take lists of microbatches, as torchtitan 0.3 gives them and torch 2.13 does not."""
+
+    def taking(schedule: Any, *given: Any, kwarg_mbs: Any = None, **named: Any) -> Any:
+        if kwarg_mbs is None:
+            return step(schedule, *given, **named)
+        for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        arguments = named.pop("arg_mbs", None) or [()] * len(kwarg_mbs)
+        return schedule._step_microbatches(arguments, kwarg_mbs, **named)
+
+    return taking
+
+
+for _kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+    if "arg_mbs" not in inspect.signature(_kind.step).parameters:
+        _kind.step = _taking_microbatches(_kind.step)
 
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -80,7 +102,7 @@ def offload_debugmodel() -> OffloadTrainer.Config:
     return OffloadTrainer.Config.of(config_registry.llama3_debugmodel())
 
 
-def main(way: str, port: str, rank: str, ranks: str) -> None:
+def main(way: str, port: str, rank: str, ranks: str, *degrees: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
     os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     torch.set_num_threads(1)
@@ -93,6 +115,8 @@ def main(way: str, port: str, rank: str, ranks: str) -> None:
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 128, 4
     config.debug.seed, config.debug.deterministic = 1, True
     config.parallelism.spmd_backend = "partial_dtensor"  # "spmd_types" shards with FSDP of a later torch
+    for name, _, degree in (one.partition("=") for one in degrees):
+        setattr(config.parallelism, name, int(degree))
     config.offload = type(config.offload)(enabled=way != "plain", tier="host", min_bytes=4096, keep_last_bytes=0)
     trainer = config.build()
     for one in [each for part in trainer.model_parts for each in part.modules() if isinstance(each, FSDPModule)]:

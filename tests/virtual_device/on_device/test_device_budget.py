@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -211,3 +212,47 @@ def test_a_device_whose_events_do_not_tell_the_time_is_an_error(
         for _ in range(2):
             with pytest.raises(eo.ConfigError, match=f"not accepted for {NAME}.*do not tell the time"), offload:
                 torch.ones(64, device=NAME, requires_grad=True).exp()
+
+
+def test_h55_what_checkpoints_compute_from_leaves_before_what_their_regions_save(
+    budgeted: Callable[..., eo.Offload],
+) -> None:
+    """Of which torch_remat tells the kind; what a region saves here is twice as large."""
+    remat = pytest.importorskip("torch_remat", reason="torch_remat is not installed")
+    torch.manual_seed(0)
+    layers = [nn.Linear(*sizes).to(NAME) for _ in range(LAYERS) for sizes in ((WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH))]
+
+    def block(wide: nn.Linear, narrow: nn.Linear, x: Tensor) -> Tensor:
+        y = remat.region(lambda x: wide(x).tanh(), "saved", recompute=False)(x)
+        return remat.region(narrow, "computed again", recompute=True)(y)  # type: ignore[no-any-return]
+
+    def step(around: AbstractContextManager[object], pair: object) -> list[Tensor]:
+        x = torch.linspace(-1, 1, ROWS * WIDTH).to(NAME).view(ROWS, WIDTH) * 1
+        with around:
+            for wide, narrow in zip(layers[::2], layers[1::2], strict=True):
+                x = remat.checkpoint(saved_tensors_hooks=pair)(partial(block, wide, narrow))(x)
+            loss = x.square().mean()
+        del x
+        loss.backward()
+        parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        found = [parameter.grad.cpu() for parameter in parameters if parameter.grad is not None]
+        for parameter in parameters:
+            parameter.grad = None
+        return found
+
+    step(nullcontext(), None)
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    expected = step(nullcontext(), None)
+    torch.accelerator.synchronize()
+    offload = budgeted(device_budget=int(torch.accelerator.max_memory_allocated() * 0.7))
+    for _ in range(8):
+        assert same(step(offload, offload.saved_tensors_hooks()), expected)
+    assert offload.stats(synchronize=True).bytes_out > 0
+    table = offload.step_table()
+    assert table is not None
+    of_inputs, of_regions = (
+        Counter(row.fate for row in table.rows if row.storage_nbytes == nbytes) for nbytes in (MIB // 4, MIB // 2)
+    )
+    assert of_inputs["move"] > 0 < of_regions["stay"]
+    assert of_regions["move"] == 0 or of_inputs["move"] >= LAYERS, (of_inputs, of_regions)
