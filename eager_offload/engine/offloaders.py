@@ -50,8 +50,9 @@ class Offloaders:
         self._runtimes: set[Runtime] = set()
         #: One for all runtimes, so that ``disk_budget`` bounds what they write together.
         self._disk: Tier | None = None
-        #: Bytes that were counted as written by each open tier.
+        #: Bytes that were counted as written by each open tier, and slabs as not pinned of each runtime.
         self._written: dict[Tier, int] = {}
+        self._pageable: dict[Runtime, int] = {}
         #: Whether the memory of the last step was noted at its end.
         self._is_noted = False
         #: Whether ``release_freed`` was called.
@@ -189,6 +190,10 @@ class Offloaders:
             written = tier.written_bytes
             counters.disk_bytes_written += written - self._written.get(tier, 0)
             self._written[tier] = written
+        for runtime, before in self._pageable.items():
+            if more := runtime.pageable_slabs - before:
+                counters.fallbacks["pageable"] = counters.fallbacks.get("pageable", 0) + more
+                self._pageable[runtime] += more
         if not self._is_noted:  # in the midst of a step
             self.note_step_peak()
             self._is_noted = False
@@ -270,6 +275,7 @@ class Offloaders:
         """Opens the tiers of ``runtime``, which serves this object until that is closed."""
         tiers = self._tiers_of(runtime)
         self._runtimes.add(runtime)
+        self._pageable.setdefault(runtime, runtime.pageable_slabs)
         runtime.attach_user(self._accounts)
         return tiers
 

@@ -119,6 +119,8 @@ class Runtime(abc.ABC):
         self._ownerless: deque[FinalizerRecord[object]] = deque()
         #: By device, the links that ``machine.link_of`` has had measured.
         self.links: dict[torch.device, LinkRates] = {}
+        #: How many slabs of host memory should be pinned and could not be.
+        self.pageable_slabs = 0
 
     # -- streams and events ---------------------------------------------------------------------------------------
 

@@ -22,24 +22,25 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from contextlib import suppress
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from eager_offload.config import size_text
 from eager_offload.errors import warn_once
+from eager_offload.tiers.base import Shortage
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, FinalizerRecord
-from eager_offload.tiers.limits import System
+from eager_offload.tiers.limits import host_budget, host_headroom, pinning_limit
 from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
 from eager_offload.tiers.pool import ExactSizes, PowersOfTwo, SlabSizes
-from eager_offload.torch_private.captures import host_registration
+from eager_offload.torch_private.captures import empty_host_cache, forget_last_error, host_registration
 
 #: Bytes; the largest slab that is shared where sizes are exact.
 _SHARED_BYTES = 64 << 20
 #: Bytes; more than this in one registration is refused by some drivers.
 _MOST_REGISTERED = 32 << 30
+#: Bytes that are pinned at a time, and at most, to measure how much can be.
+_PIECE, _MOST_TRIED = 256 << 20, 8 << 30
 #: ``cudaHostRegisterPortable``: for every device of the process.
 _PORTABLE = 1
 
@@ -73,6 +74,8 @@ class PinnedMemory:
         self._lock = threading.Lock()
         self._registers: bool | None = None
         self._said: set[str] = set()
+        #: How many slabs could not be pinned.
+        self.refused = 0
 
     @property
     def sizes(self) -> SlabSizes:
@@ -85,22 +88,30 @@ class PinnedMemory:
         Raises:
             MemoryError: the system has no room.
         """
+        try:
+            return self.pin(nbytes)
+        except RuntimeError as error:
+            self.refused += 1
+            reason, (cause, remedy) = str(error).partition("\n")[0], pinning_limit(self._registered_bytes, nbytes)
+            warn_once(
+                "pin",
+                f"{nbytes} bytes of host memory could not be pinned ({reason}); offloading goes on with pageable "
+                f"memory, and the host waits for each copy. The likely cause: {cause}. To change that, {remedy}; "
+                "pin_memory=False says that it is meant so",
+                self._said,
+            )
+        return self.pageable(nbytes)
+
+    def pin(self, nbytes: int) -> Tensor:
+        """Returns a page-aligned slab that is pinned, a flat ``uint8`` CPU tensor.
+
+        Raises:
+            MemoryError: the system has no room.
+            RuntimeError: the driver refuses to pin it.
+        """
         self.poll()
         with torch.inference_mode(False):
-            try:
-                return self._registered_slab(nbytes) if self._can_register() else self._torch_slab(nbytes)
-            except RuntimeError as error:
-                # Not every driver counts what it pins against this limit, NVIDIA's does not: it bounds no headroom.
-                reason, limit = str(error).partition("\n")[0], System().process_limit("RLIMIT_MEMLOCK")
-                lock = "" if limit is None else f", which is {size_text(limit)} now,"
-                warn_once(
-                    "pin",
-                    f"{nbytes} bytes of host memory could not be pinned ({reason}); offloading goes on with pageable "
-                    f"memory, and the host waits for each copy. A higher limit on locked memory (ulimit -l){lock} or a "
-                    "smaller host_budget may help; pin_memory=False says that it is meant so",
-                    self._said,
-                )
-            return self.pageable(nbytes)
+            return self._registered_slab(nbytes) if self._can_register() else self._torch_slab(nbytes)
 
     def pageable(self, nbytes: int) -> Tensor:
         """A slab that is not pinned.
@@ -145,6 +156,10 @@ class PinnedMemory:
         """The child's locks are free, and nothing of the parent's is touched."""
         LEFT_TO_THE_PARENT.extend(self._records)
         self._records, self._lock = set(), threading.Lock()
+
+    @property
+    def _registered_bytes(self) -> int:
+        return sum([record.pages.nbytes for record in list(self._records)])
 
     def _can_register(self) -> bool:
         with self._lock:
@@ -201,7 +216,38 @@ def unregister(address: int) -> None:
 def _check_code(code: object, call: str) -> None:
     """Raises ``RuntimeError`` where a call of the driver's has returned the number of an error."""
     if number := int(cast(int, code)):
-        # The error stays behind, and the next kernel would be taken for its cause. To launch one takes it away.
-        with suppress(RuntimeError):
-            torch.empty(1, device=torch.accelerator.current_accelerator()).fill_(1)
+        forget_last_error()
         raise RuntimeError(f"{call} failed with error {number}")
+
+
+class Pinnable(NamedTuple):
+    """How much host memory can be pinned at one time, and what stands in the way of more."""
+
+    nbytes: int
+    refused: bool
+    """Whether the driver has refused more."""
+    limit: Shortage
+
+
+def pinnable() -> Pinnable:
+    """Pins memory until the driver refuses, in pieces of 256 MiB that are all given back, and says what binds.
+
+    It stops at 8 GiB, which take seconds, and at half of what the machine and the process's control groups have left.
+    """
+    memory, slabs, most = PinnedMemory(), list[Tensor](), host_budget()
+    try:
+        while (len(slabs) + 1) * _PIECE <= min(most, _MOST_TRIED) and host_budget() >= _PIECE:
+            try:
+                slabs.append(memory.pin(_PIECE))
+            except (MemoryError, RuntimeError):
+                pinned = len(slabs) * _PIECE
+                return Pinnable(pinned, True, pinning_limit(pinned, _PIECE))
+        pinned, limit = len(slabs) * _PIECE, host_headroom().binding
+    finally:
+        slabs.clear()
+        memory.poll()
+        empty_host_cache()
+    if pinned + _PIECE > _MOST_TRIED:
+        return Pinnable(pinned, False, Shortage("no more was tried", ""))
+    name = "container" if limit.kind == "cgroup" else limit.kind
+    return Pinnable(pinned, False, Shortage(f"{name}: {limit.reason}", limit.remedy))
