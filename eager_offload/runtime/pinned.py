@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from eager_offload.errors import warn_once
-from eager_offload.tiers.base import Shortage
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, FinalizerRecord
 from eager_offload.tiers.limits import host_budget, host_headroom, pinning_limit
 from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
@@ -220,34 +220,35 @@ def _check_code(code: object, call: str) -> None:
         raise RuntimeError(f"{call} failed with error {number}")
 
 
-class Pinnable(NamedTuple):
+@dataclass(frozen=True)
+class Pinned:
     """How much host memory can be pinned at one time, and what stands in the way of more."""
 
-    nbytes: int
+    pinned_bytes: int
     refused: bool
     """Whether the driver has refused more."""
-    limit: Shortage
+    bound_by: str = "no more was tried"
+    remedy: str = ""
 
 
-def pinnable() -> Pinnable:
+def measure_pinning() -> Pinned:
     """Pins memory until the driver refuses, in pieces of 256 MiB that are all given back, and says what binds.
 
     It stops at 8 GiB, which take seconds, and at half of what the machine and the process's control groups have left.
     """
-    memory, slabs, most = PinnedMemory(), list[Tensor](), host_budget()
+    memory, slabs, most = PinnedMemory(), list[Tensor](), min(host_budget(), _MOST_TRIED)
     try:
-        while (len(slabs) + 1) * _PIECE <= min(most, _MOST_TRIED) and host_budget() >= _PIECE:
+        while (pinned := len(slabs) * _PIECE) + _PIECE <= most and host_budget() >= _PIECE:
             try:
                 slabs.append(memory.pin(_PIECE))
             except (MemoryError, RuntimeError):
-                pinned = len(slabs) * _PIECE
-                return Pinnable(pinned, True, pinning_limit(pinned, _PIECE))
-        pinned, limit = len(slabs) * _PIECE, host_headroom().binding
+                return Pinned(pinned, True, *pinning_limit(pinned, _PIECE))
+        limit = host_headroom().binding
     finally:
         slabs.clear()
         memory.poll()
         empty_host_cache()
-    if pinned + _PIECE > _MOST_TRIED:
-        return Pinnable(pinned, False, Shortage("no more was tried", ""))
+    if pinned == _MOST_TRIED:
+        return Pinned(pinned, False)
     name = "container" if limit.kind == "cgroup" else limit.kind
-    return Pinnable(pinned, False, Shortage(f"{name}: {limit.reason}", limit.remedy))
+    return Pinned(pinned, False, f"{name}: {limit.reason}", limit.remedy)

@@ -162,9 +162,7 @@ def pinning_limit(pinned: int, nbytes: int, system: System | None = None) -> Sho
     locked = system.process_limit("RLIMIT_MEMLOCK")
     if locked is not None and pinned <= locked < pinned + nbytes:
         reason = f"memlock: this process may lock {size_text(locked)} of memory (RLIMIT_MEMLOCK)"
-        return Shortage(
-            reason, "raise the limit (ulimit -l, docker run --ulimit memlock=-1, LimitMEMLOCK of a service)"
-        )
+        return Shortage(reason, "raise it (ulimit -l, docker run --ulimit memlock=-1, LimitMEMLOCK of a service)")
     for limit in _groups(system):
         if limit.room < nbytes + limit.reserve:
             return Shortage(f"container: {limit.reason}", limit.remedy)
