@@ -34,7 +34,7 @@ class Saving(torch.autograd.Function):
 def two_steps() -> None:
     """A step goes on where its third slab cannot be pinned: with the same bytes, and no kernel is blamed for it."""
     with (
-        closing(eo.Offload(min_bytes=0, keep_last_bytes=0, max_inflight_bytes=0, prefetch_bytes=0)) as offload,
+        closing(eo.Offload(min_bytes=0, keep_last_bytes=0, max_inflight_bytes="1MiB", prefetch_bytes=0)) as offload,
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
