@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -33,7 +34,7 @@ from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, FinalizerRecord
 from eager_offload.tiers.limits import host_budget, host_headroom, pinning_limit
 from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
 from eager_offload.tiers.pool import ExactSizes, PowersOfTwo, SlabSizes
-from eager_offload.torch_private.captures import empty_host_cache, forget_last_error, host_registration
+from eager_offload.torch_private.captures import empty_host_cache, host_registration
 
 #: Bytes; the largest slab that is shared where sizes are exact.
 _SHARED_BYTES = 64 << 20
@@ -216,7 +217,9 @@ def unregister(address: int) -> None:
 def _check_code(code: object, call: str) -> None:
     """Raises ``RuntimeError`` where a call of the driver's has returned the number of an error."""
     if number := int(cast(int, code)):
-        forget_last_error()
+        # The error stays behind, and the next kernel would be taken for its cause. To launch one takes it away.
+        with suppress(RuntimeError):
+            torch.empty(1, device=torch.accelerator.current_accelerator()).fill_(1)
         raise RuntimeError(f"{call} failed with error {number}")
 
 

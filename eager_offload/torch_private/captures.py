@@ -33,16 +33,6 @@ def host_registration() -> HostRegistration | None:
     return None if register is None or unregister is None else HostRegistration(register, unregister)
 
 
-def forget_last_error() -> None:
-    """Takes away the error that a call of CUDA's has left behind, for which torch would blame the next kernel.
-
-    To launch one does. This kernel needs no memory, which a full device would refuse, and then the error would stay.
-    """
-    if torch.cuda.is_available():
-        with suppress(RuntimeError):
-            torch.cuda._sleep(0)  # type: ignore[no-untyped-call]
-
-
 def empty_host_cache() -> None:
     """Gives back the pinned memory that torch's allocator keeps for later."""
     empty: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)

@@ -56,7 +56,7 @@ def two_steps() -> None:
 
 
 def on_a_full_device() -> None:
-    """No error stays behind where no kernel could be given memory."""
+    """No error stays behind where the device has no memory left for a kernel."""
     torch.cuda.empty_cache()
     blocks, (_, total) = list[Tensor](), torch.cuda.mem_get_info()
     with closing(eo.Offload(host_budget="1GiB")) as offload:

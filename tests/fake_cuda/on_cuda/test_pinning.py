@@ -43,25 +43,22 @@ def test_a_step_whose_pinning_fails_part_way_goes_on() -> None:
     run(["-m", "tests.fake_cuda.pinning"], FAKE_CUDA_PINNED_GIB=str(40 / 1024))
 
 
-@pytest.mark.parametrize("name", ["memlock", "driver"])
 def test_the_doctor_says_how_much_can_be_pinned_and_what_binds(
-    name: str, cuda: StandIn, limit: Callable[[int], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cuda: StandIn,
+    limit: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    before, pinned = resource.getrlimit(resource.RLIMIT_MEMLOCK), cuda.pinned_bytes
-    try:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (600 * MIB if name == "memlock" else 64 << 10, before[1]))
-    except ValueError:
-        pytest.skip("this process may not raise its limit of locked memory")
+    limit_of, pinned = resource.getrlimit, cuda.pinned_bytes
+    limits = {resource.RLIMIT_MEMLOCK: (600 * MIB, 600 * MIB)}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits.get(which) or limit_of(which))
     limit(600)
-    try:
-        main(["doctor", "--json", "--disk-path", str(tmp_path)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+    main(["doctor", "--json", "--disk-path", str(tmp_path)])
     found = json.loads(capsys.readouterr().out)
     assert (found["pinned"]["pinned_bytes"], found["pinned"]["refused"]) == (512 * MIB, True)
-    assert found["pinned"]["bound_by"].startswith(name)
-    assert found["pinned"]["remedy"]
-    assert "At most 512.0 MiB of host memory can be pinned" in " ".join(found["verdict"]["advice"])
+    assert found["pinned"]["bound_by"] == "memlock: this process may lock 600.0 MiB of memory (RLIMIT_MEMLOCK)"
+    assert "At most 512.0 MiB of host memory can be pinned (memlock" in " ".join(found["verdict"]["advice"])
     collect()
     torch._C._host_emptyCache()
-    assert cuda.pinned_bytes <= pinned, "it is given back"
+    assert cuda.pinned_bytes < pinned + 256 * MIB, "it is given back"
