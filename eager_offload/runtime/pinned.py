@@ -34,7 +34,7 @@ from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, FinalizerRecord
 from eager_offload.tiers.limits import host_budget, host_headroom, pinning_limit
 from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
 from eager_offload.tiers.pool import ExactSizes, PowersOfTwo, SlabSizes
-from eager_offload.torch_private.captures import empty_host_cache, host_registration
+from eager_offload.torch_private.captures import host_registration
 
 #: Bytes; the largest slab that is shared where sizes are exact.
 _SHARED_BYTES = 64 << 20
@@ -250,7 +250,7 @@ def measure_pinning() -> Pinned:
     finally:
         slabs.clear()
         memory.poll()
-        empty_host_cache()
+        getattr(torch.accelerator, "empty_host_cache", bool)()  # of torch's allocator; 2.11 has no such call
     if pinned == _MOST_TRIED:
         return Pinned(pinned, False)
     name = "container" if limit.kind == "cgroup" else limit.kind

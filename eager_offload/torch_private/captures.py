@@ -33,13 +33,6 @@ def host_registration() -> HostRegistration | None:
     return None if register is None or unregister is None else HostRegistration(register, unregister)
 
 
-def empty_host_cache() -> None:
-    """Gives back the pinned memory that torch's allocator keeps for later."""
-    empty: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
-    if empty is not None:  # in builds for CUDA
-        empty()
-
-
 def accelerator_in_use() -> bool:
     """Returns whether this process uses an accelerator already, without initializing one."""
     accelerator = torch.accelerator.current_accelerator()

@@ -195,6 +195,7 @@ def test_memory_is_pinned_until_the_driver_refuses_or_half_of_the_container_is_t
         return left.pop()
 
     monkeypatch.setattr(pinned.PinnedMemory, "pin", pin)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", bool, raising=False)
     for name in ("host_budget", "host_headroom", "pinning_limit"):
         monkeypatch.setattr(pinned, name, partial(getattr(limits, name), system=machine.system))
     found = pinned.measure_pinning()
