@@ -146,6 +146,16 @@ def lacks_descriptor(error: OSError) -> bool:
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
+class SystemErrorsSuppressed:
+    """Suppresses errors of system calls, not what a signal handler raises: its ``TimeoutError`` has no number."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        return isinstance(error, OSError) and error.errno is not None and not isinstance(error, TimeoutError)
+
+
 def captured(what: str) -> CaptureStateError:
     """Returns the error for a call that cannot be captured; ``what`` is the beginning of the sentence."""
     return CaptureStateError(

@@ -168,6 +168,7 @@ class OffloadStats:
     """Bytes written to disks, rounding included."""
     fallbacks: dict[str, int] = field(default_factory=dict)
     """Fallbacks, and how often each was taken: ``host_to_disk``, ``budget``, ``write_failed``, ``no_thread``,
+    ``pageable`` (host memory that could not be pinned, for this ``Offload`` or another one),
     ``device_full`` (no memory for the gathered elements of a small view: they stay), ``over_budget`` (forwards whose
     peak was above ``device_budget``, or that of a plan) and others."""
     foreign_hooks: int = 0

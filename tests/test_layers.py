@@ -87,7 +87,7 @@ ROOMS: dict[str, set[str]] = {
     "integrations": {
         *("config", "contexts", "core", "eager_offload", "errors", "modules", "observe", "tiers", "torch_private"),
     },
-    "doctor": {"chooser", "config", "errors", "offload", "tiers", "torch_private", "version"},
+    "doctor": {"chooser", "config", "errors", "offload", "runtime", "tiers", "torch_private", "version"},
     "checking": {"config", "errors", "offload", "planning", "running", "runtime", "version"},
     "running": {"config", "errors", "integrations", "observe", "offload", "stats", "tiers"},
     "__main__": {"config", "doctor", "errors", "observe", "version"},

@@ -48,8 +48,10 @@ class Offloaders:
         self._runtimes: set[Runtime] = set()
         #: Shared by all runtimes, so that ``disk_budget`` limits their sum.
         self._disk: Tier | None = None
-        #: Bytes of each open tier that ``disk_bytes_written`` includes already.
+        #: Bytes of each open tier that ``disk_bytes_written`` includes already, and pageable slabs of each runtime that
+        #: ``fallbacks`` includes.
         self._written: dict[Tier, int] = {}
+        self._pageable: dict[Runtime, int] = {}
         #: Whether the last step's memory peak was read at the end of that step.
         self._is_noted = False
         self._releases = False
@@ -182,6 +184,10 @@ class Offloaders:
             written = tier.written_bytes
             counters.disk_bytes_written += written - self._written.get(tier, 0)
             self._written[tier] = written
+        for runtime, before in self._pageable.items():
+            if more := runtime.pageable_slabs - before:
+                counters.fallbacks["pageable"] = counters.fallbacks.get("pageable", 0) + more
+                self._pageable[runtime] += more
         if not self._is_noted:  # within a step
             self.note_step_peak()
             self._is_noted = False
@@ -261,6 +267,7 @@ class Offloaders:
         """Opens the tiers of ``runtime`` and registers this object as a user until ``close``."""
         tiers = self._tiers_of(runtime)
         self._runtimes.add(runtime)
+        self._pageable.setdefault(runtime, runtime.pageable_slabs)
         runtime.attach_user(self._accounts)
         return tiers
 

@@ -27,6 +27,7 @@ from eager_offload.errors import tell
 from eager_offload.integrations.calls import Given, around_step, missing, offload_from, warn_of_what_hides
 from eager_offload.integrations.first_batch import FirstBatch
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
+from eager_offload.tiers import limits
 from eager_offload.torch_private import Patch
 
 __all__ = ["OffloadCallback"]
@@ -111,6 +112,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         self._leave()
         if stage != "fit" or not self.offload.config.enabled or not self._is_the_one(trainer):
             return
+        limits.ranks_of_adapter = trainer.num_devices if trainer.world_size > 1 else 0
         self.offload.skip_in(pl_module)
         offload, first = self.offload, self._first
 
@@ -178,6 +180,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
             self._trace.end()
             if self._closes:
                 self.offload.close()
+            limits.ranks_of_adapter = 0
 
     def _is_the_one(self, trainer: Any) -> bool:
         """Whether it is this one, of all that a Trainer has, that offloads."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from eager_offload.config import MIB, OffloadConfig, size_literal, size_text
 from eager_offload.observe.memory import budget_text, budgets_text, main_reason, reason_text, why
 from eager_offload.stats import KeepReason, OffloadStats
+from eager_offload.tiers.limits import PAGEABLE_COST
 
 #: A peak that is lower by this share of that without offload has fallen.
 _FELL = 0.2
@@ -137,6 +138,11 @@ def _of_failures(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
         yield (
             f"{_times(count)} host memory was full and bytes went to disk, which is slower. If there is more memory, "
             f"raise {budget_text(config, 'host_budget', stats.host_bytes_peak)}."
+        )
+    if count := stats.fallbacks.get("pageable", 0):
+        yield (
+            f"{_times(count)} host memory could not be pinned, and the first warning tells why: copies of it "
+            f"{PAGEABLE_COST}. python -m eager_offload doctor measures how much can be."
         )
     if stats.fallbacks.get("unpinned") or stats.fallbacks.get("uncompiled"):
         yield (

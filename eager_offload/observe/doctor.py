@@ -34,8 +34,9 @@ from eager_offload.config import OffloadConfig, rate_text, size_text
 from eager_offload.errors import ConfigError
 from eager_offload.offload import Offload
 from eager_offload.planning.machine import Machine, measure
+from eager_offload.runtime.pinned import Pinned, measure_pinning
 from eager_offload.tiers.disk import DiskTier, filesystem_of, usual_directories
-from eager_offload.tiers.limits import disk_budget, host_budget, host_headroom, ranks_here
+from eager_offload.tiers.limits import PAGEABLE_COST, disk_budget, host_budget, host_headroom, ranks_here
 from eager_offload.torch_private import inductor
 from eager_offload.version import VERSION
 
@@ -109,6 +110,8 @@ class Diagnosis:
     devices: dict[str, Machine | None]
     """The devices that train, as measured; the link of the CPU is that of the best disk."""
     memory: Memory | None
+    pinned: Pinned | None
+    """``None`` without an accelerator: nothing is pinned there."""
     disks: list[Disk]
     self_tests: list[SelfTest]
     failures: list[str]
@@ -128,6 +131,7 @@ def examine(paths: Sequence[Path] | None = None) -> Diagnosis:
     devices: dict[str, Machine | None] = {
         name: run(f"speed of {name}", partial(measure, torch.device(name)), None) for name in ["cpu", *accelerators]
     }
+    pinned: Pinned | None = run("pinned memory", measure_pinning, None) if accelerators else None
     disks: list[Disk] = []
     for path in usual_directories() if paths is None else paths:
         disks += run(f"directory {path}", partial(_disk, path, tuple(disks)), list[Disk]())
@@ -141,9 +145,9 @@ def examine(paths: Sequence[Path] | None = None) -> Diagnosis:
     tests = [test for test in results if test is not None]
     # Last, because the modules that it imports take long without cached byte code.
     run("the compiler", partial(torch_private.require_torch, names=inductor.NAMES_OF_COMPILER.values()), None)
-    end = verdict(devices, tests, settings)
+    end = verdict(devices, tests, settings, pinned)
     seconds = time.perf_counter() - started
-    return Diagnosis(FORMAT, seconds, _software(), devices, memory, disks, tests, run.failures, end)
+    return Diagnosis(FORMAT, seconds, _software(), devices, memory, pinned, disks, tests, run.failures, end)
 
 
 class _Probes:
@@ -281,7 +285,12 @@ def hidden_from_width(flop_per_byte: float, itemsize: int, *, checkpointed: bool
     return round(flop_per_byte * itemsize / (24 if checkpointed else 24 / 16))
 
 
-def verdict(devices: Mapping[str, Machine | None], tests: Sequence[SelfTest], settings: Mapping[str, Any]) -> Verdict:
+def verdict(
+    devices: Mapping[str, Machine | None],
+    tests: Sequence[SelfTest],
+    settings: Mapping[str, Any],
+    pinned: Pinned | None = None,
+) -> Verdict:
     passed = [test.device for test in tests if test.equal and test.moved_bytes]
     wrong = [test.device for test in tests if not test.equal]
     ratios, advice = {}, []
@@ -295,6 +304,11 @@ def verdict(devices: Mapping[str, Machine | None], tests: Sequence[SelfTest], se
         advice.append(
             f"This machine has several nodes of memory ({nodes}): torchrun --numa-binding=node takes the host memory "
             "of each process from the node next to its device."
+        )
+    if pinned is not None and pinned.refused:
+        advice.append(
+            f"At most {size_text(pinned.pinned_bytes)} of host memory can be pinned ({pinned.bound_by}). Copies of "
+            f"more {PAGEABLE_COST}. To change that, {pinned.remedy}."
         )
     if wrong:
         summary = f"Gradients came out wrong on {', '.join(wrong)}: do not use it here, and please report this."
@@ -332,6 +346,8 @@ def to_text(diagnosis: Diagnosis) -> str:
     """Returns the diagnosis as text, by the keys of ``--json``; it ends in the verdict."""
     lines, end = [f"eager_offload doctor, in {diagnosis.seconds:.1f} seconds"], diagnosis.verdict
     for name, section in vars(diagnosis).items():
+        if name == "pinned" and not {*diagnosis.devices} - {"cpu"}:
+            section = ["nothing: torch finds no accelerator here, and host memory is pinned for one alone"]
         if section and name not in ("format", "seconds", "verdict"):
             lines += ["", name, *(f"  {row}" for row in _rows(section))]
     lines += ["", "verdict", f"  {end.summary}", *(f"  - {sentence}" for sentence in end.advice)]

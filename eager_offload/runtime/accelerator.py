@@ -164,7 +164,11 @@ class AcceleratorRuntime(Runtime):
             raise HostAllocationUnderCaptureError(
                 f"{nbytes:,} bytes of host memory were to be pinned while a graph is captured: have them before that"
             )
-        return self._pinned.allocate(nbytes) if pin_memory else self._pinned.pageable(nbytes)
+        if not pin_memory:
+            return self._pinned.pageable(nbytes)
+        slab = self._pinned.allocate(nbytes)
+        self.pageable_slabs = self._pinned.refused
+        return slab
 
     def slab_sizes(self, *, pin_memory: bool = True) -> SlabSizes | None:
         return self._pinned.sizes if pin_memory else None

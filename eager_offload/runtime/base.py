@@ -115,6 +115,8 @@ class Runtime(abc.ABC):
         self._registers: set[_Register] = set()
         self._ownerless: deque[FinalizerRecord[object]] = deque()
         self.links: dict[torch.device, LinkRates] = {}
+        #: How many slabs of host memory should be pinned and could not be.
+        self.pageable_slabs = 0
 
     @abc.abstractmethod
     def current_stream(self, device: torch.device) -> Stream:

@@ -23,15 +23,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from eager_offload.config import size_text
 from eager_offload.errors import warn_once
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, FinalizerRecord
-from eager_offload.tiers.limits import System
+from eager_offload.tiers.limits import host_budget, host_headroom, pinning_limit
 from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
 from eager_offload.tiers.pool import ExactSizes, PowersOfTwo, SlabSizes
 from eager_offload.torch_private.captures import host_registration
@@ -40,6 +40,8 @@ from eager_offload.torch_private.captures import host_registration
 _SHARED_BYTES = 64 << 20
 #: Bytes; some drivers refuse larger registrations.
 _MOST_REGISTERED = 32 << 30
+#: To measure how much memory can be pinned: bytes that are pinned at a time, and at most.
+_PIECE, _MOST_TRIED = 256 << 20, 8 << 30
 #: ``cudaHostRegisterPortable``: pinned for every device of the process.
 _PORTABLE = 1
 
@@ -73,6 +75,8 @@ class PinnedMemory:
         self._lock = threading.Lock()
         self._registers: bool | None = None
         self._said: set[str] = set()
+        #: How many slabs could not be pinned.
+        self.refused = 0
 
     @property
     def sizes(self) -> SlabSizes:
@@ -84,22 +88,30 @@ class PinnedMemory:
         Raises:
             MemoryError: the system has no room.
         """
+        try:
+            return self.pin(nbytes)
+        except RuntimeError as error:
+            self.refused += 1
+            reason, (cause, remedy) = str(error).partition("\n")[0], pinning_limit(self._registered_bytes, nbytes)
+            warn_once(
+                "pin",
+                f"{nbytes} bytes of host memory could not be pinned ({reason}); offloading goes on with pageable "
+                f"memory, and the host waits for each copy. The likely cause: {cause}. To change that, {remedy}; "
+                "pin_memory=False says that it is meant so",
+                self._said,
+            )
+        return self.pageable(nbytes)
+
+    def pin(self, nbytes: int) -> Tensor:
+        """Returns a page-aligned slab that is pinned, a flat ``uint8`` CPU tensor.
+
+        Raises:
+            MemoryError: the system has no room.
+            RuntimeError: the driver refuses to pin it.
+        """
         self.poll()
         with torch.inference_mode(False):
-            try:
-                return self._registered_slab(nbytes) if self._can_register() else self._torch_slab(nbytes)
-            except RuntimeError as error:
-                # A hint only: some drivers (e.g. NVIDIA's) do not count pinned memory against this limit.
-                reason, limit = str(error).partition("\n")[0], System().process_limit("RLIMIT_MEMLOCK")
-                lock = "" if limit is None else f", which is {size_text(limit)} now,"
-                warn_once(
-                    "pin",
-                    f"{nbytes} bytes of host memory could not be pinned ({reason}); offloading goes on with pageable "
-                    f"memory, and the host waits for each copy. A higher limit on locked memory (ulimit -l){lock} or a "
-                    "smaller host_budget may help; pin_memory=False says that it is meant so",
-                    self._said,
-                )
-            return self.pageable(nbytes)
+            return self._registered_slab(nbytes) if self._can_register() else self._torch_slab(nbytes)
 
     def pageable(self, nbytes: int) -> Tensor:
         """Returns a slab that is not pinned. Raises ``MemoryError`` if the system has no room."""
@@ -140,6 +152,10 @@ class PinnedMemory:
         """Frees the child's locks; the parent's slabs are not touched."""
         LEFT_TO_THE_PARENT.extend(self._records)
         self._records, self._lock = set(), threading.Lock()
+
+    @property
+    def _registered_bytes(self) -> int:
+        return sum([record.pages.nbytes for record in list(self._records)])
 
     def _can_register(self) -> bool:
         with self._lock:
@@ -200,3 +216,37 @@ def _check_code(code: object, call: str) -> None:
         with suppress(RuntimeError):
             torch.empty(1, device=torch.accelerator.current_accelerator()).fill_(1)
         raise RuntimeError(f"{call} failed with error {number}")
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """How much host memory can be pinned at one time, and what stands in the way of more."""
+
+    pinned_bytes: int
+    refused: bool
+    """Whether the driver has refused more."""
+    bound_by: str = "no more was tried"
+    remedy: str = ""
+
+
+def measure_pinning() -> Pinned:
+    """Pins memory until the driver refuses, in pieces of 256 MiB that are all given back, and says what binds.
+
+    It stops at 8 GiB, which take seconds, and at half of what the machine and the process's control groups have left.
+    """
+    memory, slabs, most = PinnedMemory(), list[Tensor](), min(host_budget(), _MOST_TRIED)
+    try:
+        while (pinned := len(slabs) * _PIECE) + _PIECE <= most and host_budget() >= _PIECE:
+            try:
+                slabs.append(memory.pin(_PIECE))
+            except (MemoryError, RuntimeError):
+                return Pinned(pinned, True, *pinning_limit(pinned, _PIECE))
+        limit = host_headroom().binding
+    finally:
+        slabs.clear()
+        memory.poll()
+        getattr(torch.accelerator, "empty_host_cache", bool)()  # of torch's allocator; 2.11 has no such call
+    if pinned == _MOST_TRIED:
+        return Pinned(pinned, False)
+    name = "container" if limit.kind == "cgroup" else limit.kind
+    return Pinned(pinned, False, f"{name}: {limit.reason}", limit.remedy)

@@ -96,6 +96,7 @@ class HostTier(Tier):
             if idle and missing > 0:
                 one.release_idle(max(idle - missing, 0))
                 missing -= idle - one.idle_bytes
+            one.restart_idle()
 
     @property
     def used_bytes(self) -> int:

@@ -22,12 +22,12 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from io import FileIO
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from eager_offload.errors import SystemErrorsSuppressed
 from eager_offload.tiers.forking import tell_after_fork
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class Ledger:
     def update(self, entry: Entry) -> None:
         """Writes the entry without the lock: no other process writes to this row."""
         if self._inode and self._path is not None:
-            with suppress(OSError), self._open(self._path) as file:
+            with SystemErrorsSuppressed(), self._open(self._path) as file:
                 if os.fstat(file.fileno()).st_ino == self._inode:
                     os.pwrite(file.fileno(), _ROW.pack(os.getpid(), self._start, *entry), self._offset)
 
@@ -144,7 +144,7 @@ class Ledger:
         return path
 
     def _remove(self, path: Path) -> None:
-        with suppress(OSError), self._open(path) as file:
+        with SystemErrorsSuppressed(), self._open(path) as file:
             if _lock(file, path, _PATIENCE):
                 try:
                     rows = list(_rows(file))

@@ -32,8 +32,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -42,8 +42,8 @@ from typing import NamedTuple, Protocol, TypeVar
 import psutil
 import torch.distributed as dist
 
-from eager_offload.config import size_text
-from eager_offload.errors import warn_once
+from eager_offload.config import size_literal, size_text
+from eager_offload.errors import SystemErrorsSuppressed, warn_once
 from eager_offload.tiers.base import Shortage
 from eager_offload.tiers.forking import ForkSafeLock, Living, tell_after_fork
 from eager_offload.tiers.ledger import UNKNOWN, Entry, Ledger
@@ -53,6 +53,9 @@ from eager_offload.tiers.ledger import UNKNOWN, Entry, Ledger
 HOST_FRACTION = 0.5
 #: The part of each limit on memory that is left for others while training goes on: see ``limits.py``.
 RESERVED_PART = 1 / 16
+#: What copies of host memory cost that is not pinned. "How to Optimize Data Transfers in CUDA C/C++" (NVIDIA) measured
+#: 2.3 instead of 5.8 GB/s on one PC, and 5.4 instead of 6.2 GB/s on another.
+PAGEABLE_COST = "make the host wait, and took 1.2 to 2.6 times as long in NVIDIA's measurements"
 #: The part of a disk's free room that spill files may take. The rest is for the checkpoints that a run writes.
 DISK_FRACTION = 0.75
 
@@ -144,6 +147,27 @@ def host_headroom(system: System | None = None) -> Headroom:
 def host_capacity() -> int:
     """Returns the bytes of host memory that this process could take if nothing else did: the least of its limits."""
     return min(limit.capacity for limit in host_headroom().limits)
+
+
+def pinning_limit(pinned: int, nbytes: int, system: System | None = None) -> Shortage:
+    """Returns what keeps ``nbytes`` from being pinned beside ``pinned`` bytes that are, as far as it can be told.
+
+    Not every driver counts what it pins as locked memory, NVIDIA's does not: bytes beyond that limit show it.
+    """
+    system = System() if system is None else system
+    within = f'set host_budget="{size_literal(pinned)}"' if pinned else "set pin_memory=False"
+    if "microsoft" in (_read(system.root / "proc/sys/kernel/osrelease") or "").lower():
+        reason = "WSL2: Windows lets a process pin a small part of its memory"
+        return Shortage(reason, f"train on Linux without WSL2, or {within}")
+    locked = system.process_limit("RLIMIT_MEMLOCK")
+    if locked is not None and pinned <= locked < pinned + nbytes:
+        reason = f"memlock: this process may lock {size_text(locked)} of memory (RLIMIT_MEMLOCK)"
+        return Shortage(reason, "raise it (ulimit -l, docker run --ulimit memlock=-1, LimitMEMLOCK of a service)")
+    for limit in _groups(system):
+        if limit.room < nbytes + limit.reserve:
+            return Shortage(f"container: {limit.reason}", limit.remedy)
+    reason = "driver: it gives no reason, and neither WSL2, memlock nor a container is one"
+    return Shortage(reason, f"end other programs that pin memory, or {within}")
 
 
 def file_size_limit(system: System | None = None) -> int | None:
@@ -289,19 +313,16 @@ def _groups(system: System) -> Iterator[Limit]:
 
 
 def _read(file: Path) -> str | None:
-    try:
+    with SystemErrorsSuppressed():
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        parts = []
-        while part := os.read(descriptor, 1 << 16):
-            parts.append(part)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    return b"".join(parts).decode(errors="surrogateescape")
+        try:
+            parts = []
+            while part := os.read(descriptor, 1 << 16):
+                parts.append(part)
+        finally:
+            os.close(descriptor)
+        return b"".join(parts).decode(errors="surrogateescape")
+    return None
 
 
 @lru_cache(maxsize=8)
@@ -381,6 +402,8 @@ def _number(file: Path) -> int | None:
 #: The variables in which launchers give the number of processes that they started on this node: torchrun (and launchers
 #: that start processes as it does), worker groups on Ray, Open MPI, and Hydra (MPICH, Intel MPI).
 _NUMBERS = ("LOCAL_WORLD_SIZE", "RAY_LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+#: The number by an adapter; 0 for none. Lightning starts processes too, but exports the number of the whole run alone.
+ranks_of_adapter = 0
 #: Where all ranks meet, if they are all on this node.
 _HERE = ("localhost", "127.0.0.1", "::1")
 
@@ -405,7 +428,8 @@ def ranks_here(environ: Mapping[str, str] | None = None) -> Ranks:
         environ: the environment; that of this process where it is left out.
     """
     environ = os.environ if environ is None else environ
-    if number := next(filter(None, (_positive(environ.get(name, "")) for name in _NUMBERS)), 0):
+    numbers = (_positive(environ.get(name, "")) for name in _NUMBERS)
+    if number := next(filter(None, numbers), ranks_of_adapter):
         return Ranks(number)
     has_group = dist.is_available() and dist.is_initialized()
     total = _positive(environ.get("WORLD_SIZE", "")) or (dist.get_world_size() if has_group else 1)
@@ -439,6 +463,8 @@ def _positive(text: str) -> int:
 #: What one look admits without another: such a part of what it has found, and such a part of what is held, or so many
 #: bytes if that is more. No other process can take them meanwhile.
 _TRUSTED, _TRUSTED_OF_HELD, _TRUSTED_BYTES = 8, 16, 32 << 20
+#: As forwards begin: how many of these looks have to find memory idle until other processes may have it.
+_LOOKS = 4
 #: Bytes that are refused without another look.
 _REFUSED = 256 << 20
 
@@ -459,6 +485,9 @@ class Taker(Protocol):
 
     coming: int
     """Bytes that it is about to take; ``HostBound`` sets it, and the pool sets it back to 0."""
+
+    least_idle: int
+    """The least bytes of it that were idle at one time since ``restart_idle``."""
 
     @property
     def bytes_by_machine(self) -> int | None:
@@ -505,8 +534,10 @@ class _Node(NamedTuple):
 
     def missing(self, limit: Limit) -> int:
         """Returns the bytes that this process should give back, for others to have what is theirs."""
-        left, kept = self.left(limit)
-        return max(-self.spare(limit) // self.sharers(limit), min(kept - left, self.own.held - self.share(limit)))
+        left, share = self.left(limit)[0], self.share(limit)
+        wanted = [(share if one.need == UNKNOWN else one.need) - one.held for one in self.bound_by(limit)[1:]]
+        more = sum(max(one, 0) for one in wanted) - left
+        return max(-self.spare(limit) // self.sharers(limit), min(more, self.own.held - min(self.own.need, share)))
 
 
 class HostBound:
@@ -520,9 +551,9 @@ class HostBound:
     [Note: shares]
     Each process takes of that budget what it needs. But ranks often need the same, and the first of them must not take
     what a slower one needs too. So each that takes memory has a *share* of the budget, all of them alike. What a
-    process lacks of its share is kept for it: everything until its first step has ended, and then as much as its last
-    step has needed. A process that has more than its share gives idle slabs back when a forward begins, if another
-    lacks them.
+    process lacks of its share is kept for it: everything until its first step has ended, then as much as its last
+    steps have needed, and nothing once its tiers are closed. When a forward begins, idle slabs of more than that go
+    back if another process lacks them.
 
     Where there is no ledger, the launcher says how many processes there are (``ranks_here``). The others are taken to
     hold as much as this one, and to need all of their shares.
@@ -551,7 +582,8 @@ class HostBound:
         #: What the last look refused: as many bytes or more are refused again.
         self._refused: tuple[int, Shortage] | None = None
         self._refused_bytes = 0
-        #: As in ``Entry``; and the bytes that were refused in this step.
+        #: As in ``Entry``, of the last looks at it; and the bytes that were refused in this step.
+        self._needs = deque[int](maxlen=_LOOKS)
         self._need, self._lacked = UNKNOWN, 0
 
     def join(self, taker: Taker) -> None:
@@ -631,13 +663,15 @@ class HostBound:
             try:
                 limits = host_headroom().limits
             except OSError as error:  # no free file descriptor to look with
+                if error.errno is None:  # see SystemErrorsSuppressed
+                    raise
                 reason, remedy = f"what the system has left cannot be read ({error.strerror})", "close files"
                 raise NoRoomError(Shortage(reason, remedy)) from error
             made = decide(limits, _Node(own, list(others)))
             return self._entry(), made
 
         if self._ledger is not None:
-            with suppress(OSError):
+            with SystemErrorsSuppressed():
                 made = self._ledger.settle(_name_of_group, look)
                 self.is_alone = False
                 return made
@@ -663,7 +697,10 @@ class HostBound:
         """Looks as a forward begins, and returns how many idle bytes should go back to the system for others."""
 
         def decide(limits: Sequence[Limit], node: _Node) -> int:
-            self._need, self._lacked = node.own.held + self._lacked, 0
+            idle = sum([one.least_idle for one in self._takers if one.bytes_by_machine is not None])
+            self._needs.append(node.own.held - idle + self._lacked)
+            self._need, self._lacked = max(self._needs), 0
+            node = node._replace(own=node.own._replace(need=self._need))
             return max(node.missing(limit) for limit in limits)
 
         with self._lock.lock:

@@ -312,8 +312,8 @@ class Pool:
     def _begin(self) -> None:
         self._ranges = Ranges[HostSlab]()
         self._slabs: dict[HostSlab, None] = {}
-        #: Bytes of those without slots.
-        self._idle_now = 0
+        #: Bytes of those without slots; and the least since ``restart_idle``.
+        self._idle_now = self.least_idle = 0
 
     def after_fork(self) -> None:
         """Starts the child with an empty pool; it has slots from before the fork as copies, but for pinned ones."""
@@ -337,6 +337,8 @@ class Pool:
             limit = self._limit()
             if limit is not None and self._held > limit:
                 self._poll(max(self._idle_now - (self._held - limit), 0))
+            if self.bound is not None:
+                self.bound.update()
 
     def allocate(self, nbytes: int, quota: Quota | None = None) -> HostSlot | None:
         """Returns a slot of ``nbytes`` bytes, or ``None`` where ``quota`` or the system has no room.
@@ -420,7 +422,9 @@ class Pool:
                 self._records.add(record)
                 same.pop()
                 if slab.slots == 0:
-                    self._idle_now -= slab.nbytes
+                    idle = self._idle_now = self._idle_now - slab.nbytes
+                    if idle < self.least_idle:
+                        self.least_idle = idle
                 slab.slots += 1
                 self.served_bytes += nbytes
                 self._used += nbytes
@@ -495,7 +499,7 @@ class Pool:
     def bytes_by_machine(self) -> int | None:
         """Bytes that it holds by budgets that follow the machine; ``None`` where it has no such budget."""
         held = self._held - sum([one.held_bytes for one in self._quotas if one.budget is not None])
-        return held if self._limit() is None else None
+        return held if self._limit() is None and (held or self._quotas) else None
 
     @property
     def is_user_provided(self) -> bool:
@@ -555,6 +559,11 @@ class Pool:
         """Gives what is idle back to the system, but for ``keep`` bytes."""
         with self._lock.lock, self._crashing():
             self._poll(keep)
+
+    def restart_idle(self) -> None:
+        """Measures anew how much is idle at least."""
+        with self._lock.lock:
+            self.least_idle = self._idle_now
 
     @property
     def used_bytes(self) -> int:
@@ -658,6 +667,7 @@ class Pool:
                 if self._ranges.withdraw(idle):
                     del self._slabs[idle]
                     self._idle_now -= idle.nbytes
+                    self.least_idle = min(self.least_idle, self._idle_now)
                     self._held -= idle.nbytes
         if self._held < held:
             self._on_freed()

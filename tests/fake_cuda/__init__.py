@@ -24,7 +24,8 @@ the other's memory, and faults of kernels.
 
 Variables, each read once: ``FAKE_CUDA_KERNEL_US`` (20), ``FAKE_CUDA_GEMM_US`` (100), ``FAKE_CUDA_GBPS`` each way (50),
 ``FAKE_CUDA_PIN_S_PER_GIB`` (0.3), ``FAKE_CUDA_DEVICE_GIB`` (80), ``FAKE_CUDA_DEVICES`` (1), ``FAKE_CUDA_VERBOSE``,
-``FAKE_CUDA_NO_BYTES`` (copies above 64 KiB move nothing, and no copy takes time).
+``FAKE_CUDA_NO_BYTES`` (copies above 64 KiB move nothing, and no copy takes time). ``FAKE_CUDA_PINNED_GIB``, above which
+nothing is pinned, is read whenever something is.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class StandIn:
         self._library = ctypes.CDLL(os.environ[LIBRARY])
         self._library.fake_cuda_count.restype = ctypes.c_long
         self._library.fake_cuda_busy_seconds.restype = ctypes.c_double
+        self._library.fake_cuda_pinned_bytes.restype = ctypes.c_long
 
     @property
     def launched(self) -> tuple[int, int]:
@@ -72,13 +74,18 @@ class StandIn:
         return self._count("pageable copies")
 
     @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the host that are pinned now."""
+        return int(self._library.fake_cuda_pinned_bytes())
+
+    @property
     def busy_seconds(self) -> tuple[float, float, float]:
         """Seconds that were given to the engines so far: compute, out, back."""
         compute, out, back = (self._library.fake_cuda_busy_seconds(engine) for engine in range(3))
         return compute, out, back
 
     def forget(self) -> None:
-        """Sets all of the above to 0."""
+        """Sets all of the above to 0, but for what is pinned."""
         self._library.fake_cuda_forget()
 
     def _count(self, name: str) -> int:

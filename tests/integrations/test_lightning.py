@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_
 import eager_offload as eo
 from eager_offload.integrations.lightning import OffloadCallback
 from eager_offload.integrations.lightning_factory import callbacks
+from eager_offload.tiers.limits import ranks_here
 from tests.integrations.lightning_training import (
     PACKAGES,
     QUIET,
@@ -85,6 +86,21 @@ def test_parameters_are_the_same_bit_for_bit(package: str, mode: str, offload: e
     exact(*results, offload)
     assert [training for training, _ in seen[0]] == [training for training, _ in seen[1]]
     assert all(hooked == training for training, hooked in seen[1])
+
+
+def test_a_trainer_of_several_nodes_tells_how_many_ranks_are_on_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning starts them itself, and exports no more than this."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    callback, module = OffloadCallback(**fields(tmp_path)), module_of()
+    trainer = trainer_of(tmp_path, callback, devices=2, num_nodes=2, strategy="ddp")
+    callback.setup(trainer, module, "fit")
+    assert ranks_here() == (2, False)
+    callback.teardown(trainer, module, "fit")
+    assert ranks_here() == (4, True)
 
 
 # -- a Trainer's other callbacks --------------------------------------------------------------------------------------

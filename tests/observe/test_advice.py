@@ -77,6 +77,7 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"failed_forwards": 1, "failed_bytes": 3 * GIB, "released_bytes": 4 * GIB}, {}, "Once a forward ended in an"),
     # tiers
     ({"fallbacks": {"write_failed": 1}}, {}, "Once a write to a tier failed|disk_path"),
+    ({"fallbacks": {"pageable": 3}}, {}, "3 times host memory could not be pinned|1.2 to 2.6 times as long|doctor"),
     ({**FULL, "disk_bytes_peak": 3 * GIB}, {}, "2 times no tier had room, and 1.0 GiB|disk_budget above the 3.0 GiB"),
     (FULL, {"tier": "disk"}, "2 times no tier|the first warning tells why. Look after the disk"),
     (FULL_HOST, {}, "2 times no tier|Raise host_budget above the 5.0 GiB of the peak, or give a disk_path to spill to"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from eager_offload.__main__ import main
 from eager_offload.observe import doctor
 from eager_offload.observe.doctor import Disk, Memory, SelfTest, examine, recommended, to_text, verdict
 from eager_offload.planning.machine import Machine
-from eager_offload.tiers import disk
+from eager_offload.runtime import pinned
+from eager_offload.tiers import disk, limits
 from eager_offload.tiers.disk import filesystem_of
+from tests.tiers.machines import FakeMachine
 
 pytestmark = pytest.mark.xdist_group("doctor")
 
@@ -62,7 +65,9 @@ def test_a_machine_is_examined(tmp_path: Path) -> None:
     assert found.verdict.works
     if not accelerators:
         assert eval(found.verdict.python, {"eo": eo}) == eo.OffloadConfig(tier="disk", disk_path=tmp_path)
+        assert found.pinned is None
     text = to_text(found)
+    assert ("nothing: torch finds no accelerator here" in text) is (not accelerators)
     assert f"cpu: {machine}" in text
     assert text.index("software") < text.index("disks") < text.index("verdict") < text.index(found.verdict.python)
 
@@ -70,7 +75,10 @@ def test_a_machine_is_examined(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine")
 def test_an_accelerator_is_examined(tmp_path: Path) -> None:
-    _cpu, *accelerators = examine([tmp_path]).devices.values()
+    found = examine([tmp_path])
+    assert found.pinned is not None
+    assert found.pinned.pinned_bytes > 0
+    _cpu, *accelerators = found.devices.values()
     for device in accelerators:
         assert device is not None
         assert min(device.flops, device.memory, device.out, device.back) > 0
@@ -162,6 +170,40 @@ def test_the_command_prints_json_and_nothing_else(
     given = json.loads(capsys.readouterr().out)
     assert given["verdict"]["works"] is True
     assert [disk["path"] for disk in given["disks"]] == [str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("most", "pins", "refused", "said"),
+    [
+        (GIB + GIB // 2, 99, False, "container: the control group"),
+        (64 * GIB, 3, True, "WSL2: "),
+        (64 * GIB, 99, False, "no more was tried"),
+    ],
+)
+def test_memory_is_pinned_until_the_driver_refuses_or_half_of_the_container_is_taken(
+    most: int, pins: int, refused: bool, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = FakeMachine(tmp_path)
+    machine.write("proc/sys/kernel/osrelease", "5.15.167.4-microsoft-standard-WSL2")
+    machine.belongs_to("/job", version=2)
+    machine.set_group_v2("/sys/fs/cgroup/job", most=most, used=0)
+    left = [torch.empty(0)] * pins
+
+    def pin(memory: object, nbytes: int) -> torch.Tensor:
+        if not left:
+            raise RuntimeError("cudaHostRegister failed with error 2")
+        return left.pop()
+
+    monkeypatch.setattr(pinned.PinnedMemory, "pin", pin)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", bool, raising=False)
+    for name in ("host_budget", "host_headroom", "pinning_limit"):
+        monkeypatch.setattr(pinned, name, partial(getattr(limits, name), system=machine.system))
+    found = pinned.measure_pinning()
+    assert (found.pinned_bytes, found.refused) == (min(pins * 256 * MIB, most // 2, 8 * GIB), refused)
+    assert found.bound_by.startswith(said)
+    assert (not found.remedy) is ("no more" in said)
+    advice = verdict(GPU, [SelfTest("cuda:0", True, 1)], {}, found).advice
+    assert ("At most 768.0 MiB of host memory can be pinned (WSL2" in " ".join(advice)) is refused
 
 
 # -- what follows: pure, so that every machine can be tried -----------------------------------------------------------

@@ -312,16 +312,29 @@ class Calls:
         return [str(one.message) for one in caught]
 
     def take_while(self, what: str) -> int:
-        """Takes a MiB; while it looks, it waits for ever, is stopped, or forks a child that lives on."""
+        """Takes a MiB; while it looks, it waits for ever, is stopped, raises, or forks a child that lives on."""
 
         def meanwhile() -> None:
             if what == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            elif what == "raises":
+                raise TimeoutError("of the user's signal handler")
             elif os.fork() == 0 or what == "waits":
                 signal.pause()
 
         self._node.meanwhile = meanwhile
         return self.take(1)
+
+    def take_and_time_out(self) -> str:
+        try:
+            return str(self.take_while("raises"))
+        except TimeoutError as error:
+            return str(error)
+
+    def close(self) -> None:
+        """Has no tier any more."""
+        self._slots.clear()
+        self._tier.close()
 
     def fork(self, cell: int) -> int:
         """Forks a child, which takes 4 MiB; returns how many it has got."""
@@ -467,6 +480,41 @@ def one_is_stopped_while_it_has_the_lock(node: Node) -> None:
     assert node.files == []
 
 
+def what_a_signal_handler_raises_is_the_users(node: Node) -> None:
+    with node.process() as one, node.process() as other:
+        assert one.take_and_time_out() == "of the user's signal handler"
+        assert other.take(4) == 4
+        assert one.take(4) == 4
+        assert one.has_ledger()
+        assert other.has_ledger()
+    assert node.files == []
+
+
+def what_one_does_not_use_for_a_while_another_gets(node: Node) -> None:
+    with node.process() as one, node.process() as other:
+        assert one.take(32) == 32
+        for looks in range(5):
+            assert one.step() == 32, looks
+            one.take(8)
+        assert other.take(60) == 32
+        assert other.step() == 32
+        assert one.step() == 8, "its steps have done with a part of its share"
+        assert other.take(56) == 56
+        assert one.take(20) == 8
+        assert other.step() == 32, "it gives back what the other one needs of its share"
+        assert one.take(20) == 20
+    assert node.files == []
+
+
+def one_that_is_closed_keeps_nothing_for_itself(node: Node) -> None:
+    with node.process() as one, node.process() as other:
+        assert one.take(32) == 32
+        one.step()
+        one.close()
+        assert other.take(64) == 64
+    assert node.files == []
+
+
 def one_forks(node: Node) -> None:
     with node.process() as one, node.process() as other:
         assert one.take(4) == 4
@@ -546,6 +594,9 @@ SCENARIOS: dict[str, Callable[[Node], None]] = {
             eight_of_which_one_is_killed,
             one_is_killed_while_it_has_the_lock,
             one_is_stopped_while_it_has_the_lock,
+            what_a_signal_handler_raises_is_the_users,
+            what_one_does_not_use_for_a_while_another_gets,
+            one_that_is_closed_keeps_nothing_for_itself,
             one_forks,
             what_one_needs_no_more_another_gets,
             one_that_needs_little_keeps_little_from_others,

@@ -17,6 +17,7 @@ from eager_offload.tiers.limits import (
     disk_headroom,
     host_budget,
     host_headroom,
+    pinning_limit,
     ranks_here,
 )
 from tests.processes import printed_by
@@ -26,6 +27,32 @@ from tests.tiers.machines import GIB, MIB, FakeMachine
 @pytest.fixture
 def machine(tmp_path: Path) -> FakeMachine:
     return FakeMachine(tmp_path)
+
+
+# -- pinning --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("release", "locked", "used", "pinned", "name", "remedy"),
+    [
+        ("5.15.167.4-microsoft-standard-WSL2\n", 64 << 10, 0, 768 * MIB, "WSL2", 'host_budget="768MiB"'),
+        ("6.8.0-generic\n", GIB - MIB, 0, 768 * MIB, "memlock", "ulimit -l"),
+        ("6.8.0-generic\n", 8 * MIB, 0, 0, "memlock", "ulimit -l"),
+        ("6.8.0-generic\n", 8 * MIB, 4 * GIB - 400 * MIB, GIB, "container", "docker run --memory"),
+        ("6.8.0-generic\n", None, 3 * GIB, GIB, "driver", 'host_budget="1GiB"'),
+        ("6.8.0-generic\n", None, 0, 0, "driver", "pin_memory=False"),
+    ],
+)
+def test_what_keeps_memory_from_being_pinned_has_a_name(
+    machine: FakeMachine, release: str, locked: int | None, used: int, pinned: int, name: str, remedy: str
+) -> None:
+    machine.write("proc/sys/kernel/osrelease", release)
+    machine.belongs_to("/job", version=2)
+    machine.set_group_v2("/sys/fs/cgroup/job", most=4 * GIB, used=used)
+    machine.process_limits |= {} if locked is None else {"RLIMIT_MEMLOCK": locked}
+    limit = pinning_limit(pinned, 256 * MIB, machine.system)
+    assert limit.reason.startswith(f"{name}: ")
+    assert remedy in limit.remedy
 
 
 # -- how many share it ----------------------------------------------------------------------------------------------

@@ -36,6 +36,19 @@ void take_the_time_to_pin(size_t nbytes) {
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds_per_gib * nbytes / GIB));
 }
 
+size_t pinned_bytes() {
+  size_t nbytes = 0;
+  for (const auto& range : world().pinned_memory) {
+    nbytes += range.second.nbytes;
+  }
+  return nbytes;
+}
+
+// As on a system that limits it; asked for each time, so that a test can set the limit.
+bool may_pin(size_t nbytes) {
+  return pinned_bytes() + nbytes <= setting("FAKE_CUDA_PINNED_GIB", NEVER) * GIB;
+}
+
 void* reserve(size_t nbytes) {
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   void* address = mmap(nullptr, nbytes == 0 ? 1 : nbytes, PROT_READ | PROT_WRITE, flags, -1, 0);
@@ -193,7 +206,7 @@ cudaError_t cudaHostAlloc(void** address, size_t nbytes, unsigned) {
   if (cudaError_t error = refuse_unsafe(__func__)) {
     return answer(error);
   }
-  *address = reserve(nbytes);
+  *address = may_pin(nbytes) ? reserve(nbytes) : nullptr;
   if (*address == nullptr) {
     return answer(cudaErrorMemoryAllocation);
   }
@@ -226,6 +239,9 @@ cudaError_t cudaHostRegister(void* address, size_t nbytes, unsigned) {
   if (overlaps(world().pinned_memory, static_cast<char*>(address), nbytes)) {
     return answer(cudaErrorHostMemoryAlreadyRegistered);
   }
+  if (!may_pin(nbytes)) {
+    return answer(cudaErrorMemoryAllocation);
+  }
   world().pinned_memory[static_cast<char*>(address)] = {nbytes, -1};
   locked.unlock();
   take_the_time_to_pin(nbytes);
@@ -241,6 +257,11 @@ cudaError_t cudaHostUnregister(void* address) {
     return answer(cudaErrorHostMemoryNotRegistered);
   }
   return cudaSuccess;
+}
+
+long fake_cuda_pinned_bytes() {
+  Locked locked(world().lock);
+  return static_cast<long>(pinned_bytes());
 }
 
 // ---- copies
