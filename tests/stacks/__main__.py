@@ -1,7 +1,7 @@
 """Builds the environments of ``environments.toml`` that are not there yet, and runs the tests of each.
 
 make stacks                                   all of them
-python -m tests.stacks huggingface -k swift   one of them, and arguments for pytest
+python -m tests.stacks huggingface -k swift   one of them or more, and then arguments for pytest
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ def environment(name: str) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    names = [one for one in arguments if one in GROUPS]
-    options = [one for one in arguments if one not in GROUPS]
+    names = list(takewhile(GROUPS.__contains__, arguments))
+    options = arguments[len(names) :]
     failed = 0
     for name in names or GROUPS:
         files = [f"tests/stacks/{file}" for file in GROUPS[name]["tests"]]
