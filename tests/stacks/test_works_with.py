@@ -1,9 +1,10 @@
-"""Models of ``diffusers`` at random weights, adapters on quantized weights, packed sequences, and ways to optimize."""
+"""Adapters on quantized weights, packed sequences, averages of weights, and an optimizer that steps in backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,29 +14,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import eager_offload as eo
 from tests.hazards.programs import Settled, exact
+from tests.ranks.launch import torchrun
+from tests.stacks.test_engines import TORCHRUN, compares
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _of(package: str) -> Any:
     return pytest.importorskip(package, reason=f"{package} is not installed")
-
-
-def _flux() -> tuple[nn.Module, dict[str, Tensor]]:
-    sizes = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
-    widths = {"patch_size": 1, "in_channels": 4, "joint_attention_dim": 32, "pooled_projection_dim": 32}
-    given = {"hidden_states": torch.randn(1, 64, 4), "encoder_hidden_states": torch.randn(1, 16, 32)}
-    given |= {"pooled_projections": torch.randn(1, 32), "timestep": torch.tensor([0.5])}
-    given |= {"img_ids": torch.zeros(64, 3), "txt_ids": torch.zeros(16, 3)}
-    return _of("diffusers").FluxTransformer2DModel(**sizes, **widths, axes_dims_rope=(4, 4, 8)), given
-
-
-def _wan() -> tuple[nn.Module, dict[str, Tensor]]:
-    sizes = {"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2}
-    widths = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "ffn_dim": 32, "rope_max_seq_len": 32}
-    given = {"hidden_states": torch.randn(1, 4, 2, 16, 16), "timestep": torch.tensor([5])}
-    given["encoder_hidden_states"] = torch.randn(1, 12, 16)
-    return _of("diffusers").WanTransformer3DModel(**sizes, **widths), given
 
 
 class _Adapted(nn.Module):
@@ -81,7 +67,7 @@ def _packed() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, given
 
 
-@pytest.mark.parametrize("make", [_packed, _flux, _wan, _bitsandbytes, _torchao])
+@pytest.mark.parametrize("make", [_packed, _bitsandbytes, _torchao])
 def test_gradients_are_equal_and_bytes_move(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]]) -> None:
     torch.manual_seed(0)
     model, given = make()
@@ -162,3 +148,11 @@ def test_parameters_and_their_averages_are_equal_and_bytes_move(way: Way) -> Non
 
     assert exact(trained, Settled(offload)).bytes_in > 0
     offload.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", ["flux", "wan"])
+def test_the_example_with_diffusers_learns_the_same(model: str, tmp_path: Path) -> None:
+    _of("diffusers")
+    compares("train_diffusers.py", torchrun(2), TORCHRUN, tmp_path, f"--model={model}")
