@@ -24,11 +24,13 @@ def environment(name: str) -> Path:
     """Returns the interpreter of a group's environment, which is built anew where what is asked of it has changed."""
     group, folder = GROUPS[name], _ROOT / f".venv-stacks-{name}"
     python, installed = folder / "bin" / "python", folder / ".installed"
-    wanted = f"{group['requirements']} {group['alone']}\n{(_ROOT / 'constraints.txt').read_text()}"
+    pins = [_ROOT / "constraints.txt", _HERE / "constraints.txt"]
+    wanted = "\n".join([f"{group['requirements']} {group['alone']}", *(one.read_text() for one in pins)])
     if not installed.exists() or installed.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
-        subprocess.run([*pip, "-c", "constraints.txt", "-e", ".[test]", *group["requirements"]], check=True, cwd=_ROOT)
+        pip += [f"--constraint={one}" for one in pins]
+        subprocess.run([*pip, "-e", ".[test]", *group["requirements"]], check=True, cwd=_ROOT)
         if group["alone"]:
             subprocess.run([*pip, "--no-deps", *group["alone"]], check=True, cwd=_ROOT)
         for tests in folder.glob("lib/python*/site-packages/tests"):  # verl's, which would hide this folder
