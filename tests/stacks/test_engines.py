@@ -1,4 +1,4 @@
-"""Engines of many ranks: each example trains as its docstring says, on two, to the bits of the run without offload."""
+"""Engines of many ranks: each example trains as its docstring says, to the bits of the run without offload."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def compares(script: str, launcher: list[str], start: str, directory: Path, *mor
     assert f"    {start} examples/{script} --compare\n" in (ROOT / "examples" / script).read_text()
     command = [*launcher, str(ROOT / "examples" / script), *SMALL, "--compare", *more]
     said = printed(command, directory, 540, **environment)
-    assert sorted(EQUAL.findall(said)) == ["0", "1"], said
+    number = re.search(r"nproc-per-node (\d)$", start)
+    assert sorted(EQUAL.findall(said)) == [str(rank) for rank in range(int(number[1]) if number else 2)], said
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel", "pipeline", "deepspeed_zero3"])
@@ -43,6 +44,11 @@ def test_an_engine_under_torchrun(name: str, tmp_path: Path) -> None:
         environment = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix, "torch_extensions"))}
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     compares(f"{name}.py", torchrun(2), TORCHRUN, tmp_path, **environment)
+
+
+@pytest.mark.skipif("TESTS_STACK" not in os.environ, reason="eight processes: make stacks")
+def test_three_ways_to_divide_a_model_at_once(tmp_path: Path) -> None:
+    compares("three_at_once.py", torchrun(8), "torchrun --standalone --nproc-per-node 8", tmp_path)
 
 
 def test_ray_train(tmp_path: Path) -> None:
