@@ -67,7 +67,30 @@ def _packed() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, given
 
 
-@pytest.mark.parametrize("make", [_packed, _bitsandbytes, _torchao])
+class _Fused(nn.Module):
+    """Attention with Liger's rotary embedding in front, and its loss behind, which has gradients in forward already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = _of("liger_kernel.ops")
+        self.inner, self.head = nn.Linear(64, 192), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+        query, key, value = self.inner(x).view(1, len(x), 6, 32).transpose(1, 2).chunk(3, dim=1)
+        query, key = self.ops.LigerRopeFunction.apply(query, key, cos, sin)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = x + mixed.transpose(1, 2).reshape(x.shape)
+        return (self.ops.LigerFusedLinearCrossEntropyFunction.apply(mixed, self.head.weight, targets)[0],)
+
+
+def _liger() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Those of its kernels that Triton's interpreter runs."""
+    angles = torch.randn(1, 64, 32)
+    given = {"x": torch.randn(64, 64), "targets": torch.randint(32, (64,)), "cos": angles.cos(), "sin": angles.sin()}
+    return _Fused(), given
+
+
+@pytest.mark.parametrize("make", [_packed, _liger, _bitsandbytes, _torchao])
 def test_gradients_are_equal_and_bytes_move(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]]) -> None:
     torch.manual_seed(0)
     model, given = make()
