@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -296,6 +298,12 @@ def test_a_framework_that_is_missing_is_an_error_that_names_the_extra() -> None:
     for line, name in zip(said, ("accelerate", "lightning", "transformers"), strict=True):
         assert line.startswith(f"eager_offload.integrations.{name} needs {name}, which cannot be imported here (")
         assert line.endswith(f"pip install 'eager_offload[{name}]', or '.[{name}]' in a checkout")
+
+
+def test_every_extra_that_an_error_names_is_one() -> None:
+    extras = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {one for file in INTEGRATIONS for one in re.findall(r'raise missing\("(\w+)"', file.read_text())}
+    assert {"transformers", "verl"} <= named <= {*extras}
 
 
 def test_a_torch_that_is_too_old_is_an_error_that_says_which_is_needed() -> None:

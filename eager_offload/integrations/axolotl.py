@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, model_validator
@@ -33,31 +33,28 @@ class EagerOffloadArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check(cls, data: Any) -> Any:
-        given = data.get("eager_offload") if isinstance(data, Mapping) else None
-        if isinstance(given, Mapping):
-            OffloadConfig.from_given(given, {})  # raises a ConfigError, which pydantic takes for an error of the field
-        if isinstance(data, Mapping) and given is not False and data.get("activation_offloading"):
-            raise ValueError(
-                "activation_offloading beside EagerOffloadPlugin is not accepted: both use saved-tensor hooks, and "
-                "a tensor can have one of them. Leave activation_offloading out, or set eager_offload: false"
-            )
+        if isinstance(data, Mapping) and (given := data.get("eager_offload")) is not False:
+            if isinstance(given, Mapping):
+                OffloadConfig.from_given(given, {})  # raises a ConfigError: to pydantic, an error of the field
+            if data.get("activation_offloading"):
+                said = "activation_offloading beside EagerOffloadPlugin is not accepted: both use saved-tensor hooks. "
+                raise ValueError(said + "Leave activation_offloading out, or set eager_offload: false")
         return data
 
 
 class EagerOffloadPlugin(BasePlugin):  # type: ignore[misc]  # has no types
     """Gives axolotl's trainer an :class:`~eager_offload.integrations.transformers.OffloadTrainerCallback`."""
 
-    callback: OffloadTrainerCallback | None = None
+    callbacks: Sequence[OffloadTrainerCallback] = ()
 
     def get_input_args(self) -> str:
         return f"{__name__}.{EagerOffloadArgs.__name__}"
 
-    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[OffloadTrainerCallback]:
-        given = cfg.eager_offload
-        if given is not False:
-            self.callback = OffloadTrainerCallback(dict(given) if isinstance(given, Mapping) else None)
-        return [] if self.callback is None else [self.callback]
+    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> Sequence[OffloadTrainerCallback]:
+        given = dict(cfg.eager_offload) if isinstance(cfg.eager_offload, Mapping) else None
+        self.callbacks = [] if cfg.eager_offload is False else [OffloadTrainerCallback(given)]
+        return self.callbacks
 
     def post_train(self, cfg: Any, model: Any) -> None:
-        if self.callback is not None:
-            self.callback.remove()
+        for callback in self.callbacks:
+            callback.remove()

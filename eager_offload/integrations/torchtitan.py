@@ -1,6 +1,4 @@
-"""torchtitan: a trainer with a field ``offload`` in its config: its command line takes ``--offload.device_budget``.
-
-In a config registry of your own:
+"""torchtitan: a trainer with a field ``offload`` in its config. In a config registry of your own,
 
     def my_llama3_8b():
         return OffloadTrainer.Config.of(llama3_8b())
@@ -28,16 +26,10 @@ __all__ = ["OffloadTrainer"]
 
 
 class OffloadTrainer(Trainer):  # type: ignore[misc]  # Trainer is Any where torchtitan is not installed
-    """Offloads what the steps of training save; pipelines too, and validation not. ``offload.stats()`` has the report.
-
-    Raises:
-        ConfigError: CUDA graphs are on, as torchtitan has them by default.
-    """
+    """Offloads what training saves, in pipelines too, and not what validation saves; refuses CUDA graphs."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):  # type: ignore[misc]  # likewise
-        """torchtitan's configuration, and that of the offloading."""
-
         offload: OffloadConfig = field(default_factory=OffloadConfig.from_env)
 
         @classmethod
@@ -47,10 +39,8 @@ class OffloadTrainer(Trainer):  # type: ignore[misc]  # Trainer is Any where tor
 
     def __init__(self, config: Config) -> None:
         if config.offload.enabled and not config.training.disable_cuda_graphs:
-            raise ConfigError(
-                "training.disable_cuda_graphs=False is not accepted: a graph that torchtitan captures of forward and "
-                "backward replays without the offloading. Give --training.disable_cuda_graphs"
-            )
+            said = "training.disable_cuda_graphs=False is not accepted: a captured graph of forward and backward "
+            raise ConfigError(said + "replays without the offloading. Give --training.disable_cuda_graphs")
         super().__init__(config)
         self.offload, inner = Offload(config.offload), vars(self)["train_context"]
 

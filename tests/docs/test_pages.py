@@ -52,7 +52,7 @@ def test_workflows_run_what_stands_in_the_makefile_and_in_ci() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     made = re.findall(r"run: make (?:TORCH=\$\{\{ matrix\.torch \}\} )?(\S+)$", text, re.MULTILINE)
     scripts = re.findall(r"run: (\.ci/\w+)", text)
-    assert {"test-full", "gpu"} <= set(made) <= targets, "each is a target"
+    assert {"test-full", "gpu", "stacks"} <= set(made) <= targets, "each is a target"
     assert {".ci/run", ".ci/wheel"} == set(scripts)
     assert all(os.access(ROOT / one, os.X_OK) for one in scripts)
     pinned = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)

@@ -16,7 +16,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 NBYTES = 16 << 10
 FEW = ("Llama", "T5")
-ALL = [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in ARCHITECTURES]
+ALL = [
+    pytest.param(name, marks=() if name in FEW else pytest.mark.long)
+    for name, one in ARCHITECTURES.items()
+    if one.package == "transformers"
+]
 
 
 def assert_traced_as_it_runs(name: str, batch: Batch | None = None, **config: object) -> None:

@@ -1,17 +1,18 @@
-"""Architectures of ``transformers`` with few, narrow layers and random weights; one small builder each.
+"""Architectures of ``transformers`` and ``diffusers``: few, narrow layers, random weights; one small builder each.
 
 Four layers: what every layer saves of the same tensor, a mask say, is treated otherwise from the third time on.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from torch import nn
 
 #: What a model is called with.
 Batch: TypeAlias = dict[str, Any]
@@ -38,15 +39,17 @@ class Architecture(NamedTuple):
     """One architecture, and how it is fed."""
 
     name: str
-    build: Callable[..., PreTrainedModel]
+    build: Callable[..., nn.Module]
     batch: Callable[[], Batch]
     #: Whether it has a decoder: nearly all that those save has to move.
     decodes: bool
     #: What peft adapts.
     adapted: tuple[str, ...]
+    #: What has it.
+    package: str = "transformers"
 
 
-def of(model: str, config: str, **fields: Any) -> Callable[..., PreTrainedModel]:
+def of(model: str, config: str, **fields: Any) -> Callable[..., nn.Module]:
     """What builds a ``transformers`` model of so named a configuration with these fields, and with others besides."""
     return lambda **others: getattr(transformers, model)(getattr(transformers, config)(**deepcopy(fields), **others))
 
@@ -133,6 +136,26 @@ clip = of(
 )
 
 
+def of_diffusers(model: str, **fields: Any) -> Callable[..., nn.Module]:
+    """What builds a ``diffusers`` model with these fields."""
+    return lambda: getattr(importlib.import_module("diffusers"), model)(**fields, num_layers=LAYERS)
+
+
+_HEAD: dict[str, Any] = {"num_attention_heads": HEADS, "attention_head_dim": WIDTH // HEADS}
+flux = of_diffusers(
+    "FluxTransformer2DModel",
+    **_HEAD,
+    in_channels=PATCH**2,
+    num_single_layers=LAYERS,
+    joint_attention_dim=WIDTH,
+    pooled_projection_dim=WIDTH,
+    axes_dims_rope=(12, 10, 10),
+)
+wan = of_diffusers(
+    "WanTransformer3DModel", **_HEAD, in_channels=PATCH, out_channels=PATCH, text_dim=WIDTH, ffn_dim=4 * WIDTH
+)
+
+
 def words() -> Batch:
     ids = torch.randint(3, WORDS, (SEQUENCES, TOKENS))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
@@ -167,6 +190,26 @@ def captions() -> Batch:
     return {"input_ids": ids, "pixel_values": torch.randn(IMAGES, 3, PIXELS, PIXELS), "return_loss": True}
 
 
+def latents() -> Batch:
+    return {
+        "hidden_states": torch.randn(IMAGES, TOKENS, PATCH**2),
+        "img_ids": torch.arange(3 * TOKENS).view(-1, 3) % TOKENS,
+        "encoder_hidden_states": torch.randn(IMAGES, TOKENS // 4, WIDTH),
+        "txt_ids": torch.zeros(TOKENS // 4, 3),
+        "pooled_projections": torch.randn(IMAGES, WIDTH),
+        "timestep": torch.rand(IMAGES),
+    }
+
+
+def frames() -> Batch:
+    """Two frames of 64 patches each."""
+    return {
+        "hidden_states": torch.randn(IMAGES, PATCH, 2, 16, 16),
+        "encoder_hidden_states": torch.randn(IMAGES, TOKENS // 4, WIDTH),
+        "timestep": torch.randint(1000, (IMAGES,)),
+    }
+
+
 ARCHITECTURES = {
     architecture.name: architecture
     for architecture in (
@@ -183,5 +226,7 @@ ARCHITECTURES = {
         Architecture("Whisper", whisper, speech, True, ATTENTION),
         Architecture("Mamba", mamba, few_words, True, ("in_proj", "x_proj")),
         Architecture("CLIP", clip, captions, False, ATTENTION),
+        Architecture("Flux", flux, latents, False, ("to_q", "to_v"), "diffusers"),
+        Architecture("Wan", wan, frames, False, ("to_q", "to_v"), "diffusers"),
     )
 }

@@ -1,7 +1,7 @@
 """Builds the environments of ``environments.toml`` that are not there yet, and runs the tests of each.
 
 make stacks                                   all of them
-python -m tests.stacks huggingface -k swift   one of them, and arguments for pytest
+python -m tests.stacks huggingface -k swift   one of them or more, and then arguments for pytest
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ def environment(name: str) -> Path:
     """Returns the interpreter of a group's environment, which is built anew where what is asked of it has changed."""
     group, folder = GROUPS[name], _ROOT / f".venv-stacks-{name}"
     python, installed = folder / "bin" / "python", folder / ".installed"
-    wanted = f"{group['requirements']} {group['alone']}\n{(_ROOT / 'constraints.txt').read_text()}"
+    pins = [_ROOT / "constraints.txt", _HERE / "constraints.txt"]
+    wanted = "\n".join([f"{group['requirements']} {group['alone']}", *(one.read_text() for one in pins)])
     if not installed.exists() or installed.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
-        subprocess.run([*pip, "-c", "constraints.txt", "-e", ".[test]", *group["requirements"]], check=True, cwd=_ROOT)
+        pip += [f"--constraint={one}" for one in pins]
+        subprocess.run([*pip, "-e", ".[test]", *group["requirements"]], check=True, cwd=_ROOT)
         if group["alone"]:
             subprocess.run([*pip, "--no-deps", *group["alone"]], check=True, cwd=_ROOT)
         for tests in folder.glob("lib/python*/site-packages/tests"):  # verl's, which would hide this folder
@@ -37,13 +40,14 @@ def environment(name: str) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    names = [one for one in arguments if one in GROUPS]
-    options = [one for one in arguments if one not in GROUPS]
+    names = list(takewhile(GROUPS.__contains__, arguments))
+    options = arguments[len(names) :]
     failed = 0
     for name in names or GROUPS:
         files = [f"tests/stacks/{file}" for file in GROUPS[name]["tests"]]
         command = [environment(name), "-m", "pytest", *files, *options]
-        failed |= subprocess.run(command, cwd=_ROOT, env=os.environ | {"TESTS_STACK": name}, check=False).returncode
+        own = {"TESTS_STACK": name, "TRITON_INTERPRET": "1"}  # Triton's kernels, Liger's for one, run on a CPU then
+        failed |= subprocess.run(command, cwd=_ROOT, env=os.environ | own, check=False).returncode
     return failed
 
 
