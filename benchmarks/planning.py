@@ -5,8 +5,9 @@
 
 ``cost`` plans a large model on meta in processes of their own: seconds of the processor, since one thread does it all,
 and resident bytes. ``recompute`` plans models on cards at the memory that checkpointing takes, each in a process of its
-own, and ``--page`` writes the table into docs/budget.md. ``cpu`` trains with the disk tier and the settings of plans:
-the predicted peak and step beside resident bytes and seconds.
+own, and ``--page`` writes the table into docs/budget.md. ``recipes``, which is not run by default, finds the longest
+sequences of models on cards, and plans some of them: the table of docs/recipes.md. ``cpu`` trains with the disk tier
+and the settings of plans: the predicted peak and step beside resident bytes and seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +25,14 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from benchmarks.common import GIB, ROOT, Report, command_line, drive, in_process, listed, named, parse, show
+from benchmarks.common import GIB, RESULTS, ROOT, Report, command_line, drive, in_process, listed, named, parse, show
 from benchmarks.cpu_defaults import UNet
+from benchmarks.gpu.results import latest, read
 from benchmarks.models import Llama, Shape, Stack
 from benchmarks.training import release_or_refuse, reset_peak, status_bytes, text, tiny_text, windows
 
@@ -158,7 +162,7 @@ def _off(found: Sequence[OnCpu], ratio: Callable[[OnCpu], float]) -> float:
 class Case:
     """A model on a card, with its inputs and a loss, and the most that a step may take of checkpointing's."""
 
-    make: Callable[[], tuple[nn.Module, Tensor, Callable[[Tensor], Tensor] | None]]
+    make: Callable[[], tuple[nn.Module, Tensor] | tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]]
     device: str
     goal: float
     #: ``None``: what checkpointing takes.
@@ -166,15 +170,41 @@ class Case:
     optimizer: type[torch.optim.Optimizer] | None = torch.optim.AdamW
 
 
-def llama(tokens: int, *, frozen: bool = False, rank: int = 0, **sizes: int) -> tuple[nn.Module, Tensor, None]:
-    """A Llama on meta; ``frozen``: but for norms and the embedding; ``rank``: with LoRA beside queries and values."""
+def llama(tokens: int, *, frozen: bool = False, rank: int = 0, part: int = 0, **sizes: int) -> tuple[nn.Module, Tensor]:
+    """A Llama on meta.
+
+    Args:
+        frozen: but for norms and the embedding.
+        rank: if not 0, all is frozen, with LoRA beside queries and values.
+        part: tokens of which the loss is computed at once; 0: all.
+    """
     with torch.device("meta"):
-        model = Llama(Shape(**{"shared_heads": 8, **sizes})).to(torch.bfloat16).train()
+        shape = Shape(**{"shared_heads": 8, **sizes})
+        model = (LossInParts(shape, part) if part else Llama(shape)).to(torch.bfloat16).train()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not (frozen or rank) or (frozen and ("norm" in name or "embedding" in name)))
         for block in model.blocks if rank else ():
             block.query, block.value = (LoRA(one, rank) for one in (block.query, block.value))
-    return model, torch.zeros(1, tokens + 1, dtype=torch.int64), None
+    return model, torch.zeros(1, tokens + 1, dtype=torch.int64)
+
+
+class LossInParts(Llama):
+    """Has the logits of so many tokens at once, which backward computes again."""
+
+    def __init__(self, shape: Shape, part: int) -> None:
+        super().__init__(shape)
+        self.part = part
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens[:, :-1])
+        for block in self.blocks:
+            x = self.run(block, x)
+        parts = (one.flatten(0, 1).split(self.part) for one in (self.norm(x), tokens[:, 1:, None]))
+        losses = [checkpoint(self.loss, *both, use_reentrant=False) for both in zip(*parts, strict=True)]
+        return torch.stack(losses).sum() / x.shape[1]
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, self.embedding.weight), targets.flatten(), reduction="sum")
 
 
 class LoRA(nn.Module):
@@ -240,7 +270,7 @@ class Recomputed:
 def recomputed(name: str) -> Recomputed:
     """Plans in this process, for half a percent more than checkpointing takes, or for the budget that is given."""
     case = CASES[name]
-    model, inputs, loss = case.make()
+    model, inputs, loss = (*case.make(), None)[:3]
     given = {"loss": loss, "device": case.device, "optimizer": case.optimizer, "recompute": True}
     whole = eo.plan(model, inputs, device_budget=1 << 50, **given).checkpointing
     assert whole is not None, "blocks of it repeat"
@@ -259,29 +289,137 @@ def recompute(options: argparse.Namespace, report: Report) -> list[Recomputed]:
     others = [one.of_checkpointing for one in found[3:]]
     report.at_most("recompute: the median of the other models", median(others), MEDIAN)
     if options.page:
-        text = PAGE.read_text()
-        before, rest = text.split(BEGINS)
-        lines = [
-            "",
-            "| model, tokens | card | peak, GiB | step, s | of checkpointing's | moves, GiB |",
-            "| --- " * 6 + "|",
-        ]
-        lines += [
-            f"| {one.model} | {one.device} | {one.peak_bytes / GIB:.1f} | {one.step:.3f} "
-            f"| {one.of_checkpointing:.2f} | {one.moved_bytes / GIB:.1f} |"
-            for one in found
-        ]
-        PAGE.write_text(f"{before}{BEGINS}{chr(10).join(lines)}\n{ENDS}{rest.split(ENDS)[1]}")
+        columns = "model, tokens | card | peak, GiB | step, s | of checkpointing's | moves, GiB"
+        write_table("budget", "recompute", columns, map(_cells_of_plan, found))
     return found
 
 
-PAGE = ROOT / "docs" / "budget.md"
-BEGINS, ENDS = "<!-- python -m benchmarks.planning --parts recompute --page -->\n", "\n<!-- end -->"
-PARTS = {"cost": cost, "recompute": recompute, "cpu": cpu}
+def _cells_of_plan(one: Recomputed) -> str:
+    sizes = f"{one.peak_bytes / GIB:.1f} | {one.step:.3f} | {one.of_checkpointing:.2f} | {one.moved_bytes / GIB:.1f}"
+    return f"{one.model} | {one.device} | {sizes}"
 
 
-def work(name: str, options: argparse.Namespace) -> Iterator[Cost | Recomputed | OnCpu]:
+def write_table(page: str, part: str, columns: str, rows: Iterable[str]) -> None:
+    """Writes a table into its place on a page of the documentation, with the command that does so above it."""
+    path = ROOT / "docs" / f"{page}.md"
+    begins, ends = f"<!-- python -m benchmarks.planning --parts {part} --page -->\n", "\n<!-- end -->"
+    before, rest = path.read_text().split(begins)
+    lines = ["", f"| {columns} |", "| --- " * (columns.count("|") + 1) + "|", *(f"| {row} |" for row in rows)]
+    path.write_text(f"{before}{begins}{chr(10).join(lines)}\n{ends}{rest.split(ends, 1)[1]}")
+
+
+#: What docs/recipes.md has rows of: cards with their names and budgets, and models, whose loss is computed in parts.
+CARDS = {
+    "rtx4090": ("RTX 4090, 24 GB", "22GiB"),
+    "l40s": ("L40S, 48 GB", "42GiB"),
+    "h100": ("H100, 80 GB", "75GiB"),
+    "h200": ("H200, 141 GB", "132GiB"),
+}
+VOCABULARY = {"vocabulary": 128_256, "part": 4096}
+MODELS = {
+    "1B": {},  # as on an H100
+    "3B": THREE | VOCABULARY,
+    "8B": {"layers": 32} | EIGHT | VOCABULARY,
+    "14B": {"layers": 40, "width": 5120, "hidden": 17_408, "heads": 40} | VOCABULARY,
+}
+#: Lengths are multiples of the first, and the last is the longest that is tried. LoRA's rank, where all do not fit.
+LENGTHS, RANK = (4096, 131_072), 16
+#: Of a card's budget, what weights, gradients and states of AdamW may take.
+STATES = 0.9
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A sequence of a model on a card. Bytes and seconds, predicted; of steps, the part that checkpointing takes."""
+
+    card: str
+    model: str
+    trains: str
+    length: int
+    peak_bytes: int
+    of_checkpointing: float
+    #: Of a step without either, whether it fits or not.
+    of_none: float
+    host_bytes: int
+    #: The longest sequence without offload, with checkpointing, and by a plan.
+    longest: tuple[int, ...]
+
+
+def recipes_of(card: str, name: str, most: int) -> Iterator[Recipe]:
+    """Plans in this process: the shortest power of 2 that does not fit without, and the longest that a plan makes fit.
+
+    Of a model that does not fit, one row with the bytes of weights.
+    """
+    budget, sizes = eo.config.parse_size(CARDS[card][1], "budget"), MODELS[name]
+    weights = sum(one.nbytes for one in llama(1, **sizes)[0].parameters())
+    rank = 0 if 4 * weights <= STATES * budget else RANK
+    trains = f"LoRA, rank {rank}" if rank else "all"
+    if weights > STATES * budget:
+        yield Recipe(card, name, "", 0, weights, 0.0, 0.0, 0, ())
+        return
+    make = partial(llama, rank=rank, **sizes)
+    found = eo.longest(make, budget, device=card, at_least=LENGTHS[0], at_most=most, multiple_of=LENGTHS[0])
+    lengths = {row.way: row.length for row in found.rows}
+    powers = [length for length in (LENGTHS[0] << shift for shift in range(32)) if length <= lengths["plan"]]
+    beyond = [length for length in powers if length > lengths["none"]]
+    for length in sorted({*beyond[:1], *powers[-1:]}):
+        model, inputs = make(length)
+        plan = eo.plan(model, inputs, device=card, device_budget=budget, recompute=True)
+        assert plan.checkpointing is not None, "blocks of it repeat"
+        parts = (plan.step_seconds / one for one in (plan.checkpointing.step_seconds, plan.compute_seconds))
+        longest = tuple(lengths[way] for way in ("none", "checkpointing", "plan"))
+        yield Recipe(card, name, trains, length, plan.peak_bytes, *parts, plan.host_bytes, longest)
+
+
+def recipes(options: argparse.Namespace, report: Report) -> list[Recipe]:
+    pairs = [f"{card}/{name}" for card in CARDS for name in MODELS]
+    pairs = pairs[:1] if options.quick else pairs
+    found = [Recipe(**one) for pair in pairs for one in in_process("planning", f"recipes={pair}")]
+    show("Sequences on cards", found)
+    for one in found:
+        report.at_most(f"recipes: {one.card}, {one.model}, {one.length}: of checkpointing's", one.of_checkpointing, 1.0)
+    if options.page:
+        columns = "card, model | longest: none, checkpointing, plan | tokens | line | peak, GiB | step | host, GiB"
+        write_table("recipes", "recipes", columns, [*map(_cells_of_recipe, found), *_measured()])
+    return found
+
+
+def _cells_of_recipe(one: Recipe) -> str:
+    card, budget = CARDS[one.card]
+    if not one.longest:
+        return f"{card}, {one.model} | does not fit: {one.peak_bytes / GIB:.0f} GiB of weights" + " |" * 5
+    longest = ", ".join(f"{length >> 10}k" if length else "-" for length in one.longest)
+    step = f"{one.of_none:.2f} ({one.of_checkpointing:.2f})"
+    return (
+        f"{card}, {one.model}, {one.trains} | {longest} | {one.length >> 10}k | plan, {budget} "
+        f"| {one.peak_bytes / GIB:.1f} | {step} | {one.host_bytes / GIB:.0f}"
+    )
+
+
+def _measured() -> Iterator[str]:
+    """Rows of a model on an H100, as ``benchmarks.gpu`` has left them."""
+    runs = (latest(read(RESULTS / "gpu" / f"h100_run{number}.jsonl"), "train") for number in (3, 4))
+    found = {stage: row for run in runs for stage, row in run.items() if not row["failure"]}
+    base, whole = (median(found[stage]["steps"]["step"]) for stage in ("none", "checkpointing"))
+    for stage in ("checkpointing", "ours + checkpointing", "ours"):
+        row, line = (
+            found[stage],
+            stage.replace("ours + checkpointing", "checkpointing, ours").replace("ours", "`Offload()`"),
+        )
+        step, host = median(row["steps"]["step"]), row.get("host_gib", 0)
+        sizes = f"{row['peak_gib']:.1f} | {step / base:.2f} ({step / whole:.2f}) | {host:.0f}"
+        yield f"H100, 80 GB, 1B, all: measured | | 32k | {line} | {sizes}"
+
+
+PARTS = {"cost": cost, "recompute": recompute, "cpu": cpu, "recipes": recipes}
+
+
+def work(name: str, options: argparse.Namespace) -> Iterator[Cost | Recomputed | OnCpu | Recipe]:
     part, _, argument = name.partition("=")
+    if part == "recipes":
+        card, name = argument.split("/")
+        yield from recipes_of(card, name, 2 * LENGTHS[0] if options.quick else LENGTHS[1])
+        return
     if part == "recompute":
         yield recomputed(argument)
         return
@@ -298,8 +436,8 @@ def options_of() -> argparse.Namespace:
     several = {"rounds": 3, "steps": 4, "cpu_layers": 8, "cpu_width": 512, "cpu_heads": 8}
     model = {"layers": 32, "sequence": 512, "batch": 4, "window": "32MiB", "min_bytes": "256KiB"}
     parser = command_line(__doc__, workers=True, **several, **model)
-    parser.add_argument("--parts", type=named(PARTS), default=",".join(PARTS), help="with commas between")
-    parser.add_argument("--page", action="store_true", help="write the table of recompute into docs/budget.md")
+    parser.add_argument("--parts", type=named(PARTS), default="cost,recompute,cpu", help="with commas between")
+    parser.add_argument("--page", action="store_true", help="write tables of recompute and recipes into their pages")
     shares = listed(float, lambda one: 0 <= one <= 1)
     parser.add_argument("--shares", type=shares, default="0.25,0.5,0.75", help=SHARES)
     options = parse(parser, layers=4, rounds=1, steps=1)
