@@ -322,8 +322,8 @@ MODELS = {
     "8B": {"layers": 32} | EIGHT | VOCABULARY,
     "14B": {"layers": 40, "width": 5120, "hidden": 17_408, "heads": 40} | VOCABULARY,
 }
-#: Lengths are multiples of the first, and the last is the longest that is tried. LoRA's rank, where all do not fit.
-LENGTHS, RANK = (4096, 131_072), 16
+#: Sequences that are tried. LoRA's rank, where all do not fit.
+LENGTHS, RANK = tuple(4096 << shift for shift in range(6)), 16
 #: Of a card's budget, what weights, gradients and states of AdamW may take.
 STATES = 0.9
 
@@ -341,34 +341,34 @@ class Recipe:
     #: Of a step without either, whether it fits or not.
     of_none: float
     host_bytes: int
-    #: The longest sequence without offload, with checkpointing, and by a plan.
+    #: The longest of the lengths that fits without offload, with checkpointing, and by a plan.
     longest: tuple[int, ...]
 
 
-def recipes_of(card: str, name: str, most: int) -> Iterator[Recipe]:
-    """Plans in this process: the shortest power of 2 that does not fit without, and the longest that a plan makes fit.
+def recipes_of(card: str, name: str, lengths: Sequence[int]) -> Iterator[Recipe]:
+    """Plans in this process: the shortest of the lengths that does not fit without, and the longest that a plan fits.
 
     Of a model that does not fit, one row with the bytes of weights.
     """
     budget, sizes = eo.config.parse_size(CARDS[card][1], "budget"), MODELS[name]
     weights = sum(one.nbytes for one in llama(1, **sizes)[0].parameters())
     rank = 0 if 4 * weights <= STATES * budget else RANK
-    trains = f"LoRA, rank {rank}" if rank else "all"
     if weights > STATES * budget:
         yield Recipe(card, name, "", 0, weights, 0.0, 0.0, 0, ())
         return
     make = partial(llama, rank=rank, **sizes)
-    found = eo.longest(make, budget, device=card, at_least=LENGTHS[0], at_most=most, multiple_of=LENGTHS[0])
-    lengths = {row.way: row.length for row in found.rows}
-    powers = [length for length in (LENGTHS[0] << shift for shift in range(32)) if length <= lengths["plan"]]
-    beyond = [length for length in powers if length > lengths["none"]]
-    for length in sorted({*beyond[:1], *powers[-1:]}):
-        model, inputs = make(length)
+    # Of few lengths: what is searched are their numbers, from 1 on.
+    place = {"at_least": 1, "at_most": len(lengths), "multiple_of": 1}
+    found = eo.longest(lambda number: make(lengths[number - 1]), budget, device=card, **place)
+    numbers = {row.way: row.length for row in found.rows}
+    longest = tuple([0, *lengths][numbers[way]] for way in ("none", "checkpointing", "plan"))
+    for number in sorted({min(numbers["none"] + 1, numbers["plan"]), numbers["plan"]} - {0}):
+        model, inputs = make(lengths[number - 1])
         plan = eo.plan(model, inputs, device=card, device_budget=budget, recompute=True)
         assert plan.checkpointing is not None, "blocks of it repeat"
         parts = (plan.step_seconds / one for one in (plan.checkpointing.step_seconds, plan.compute_seconds))
-        longest = tuple(lengths[way] for way in ("none", "checkpointing", "plan"))
-        yield Recipe(card, name, trains, length, plan.peak_bytes, *parts, plan.host_bytes, longest)
+        trains = f"LoRA, rank {rank}" if rank else "all"
+        yield Recipe(card, name, trains, lengths[number - 1], plan.peak_bytes, *parts, plan.host_bytes, longest)
 
 
 def recipes(options: argparse.Namespace, report: Report) -> list[Recipe]:
@@ -418,7 +418,7 @@ def work(name: str, options: argparse.Namespace) -> Iterator[Cost | Recomputed |
     part, _, argument = name.partition("=")
     if part == "recipes":
         card, name = argument.split("/")
-        yield from recipes_of(card, name, 2 * LENGTHS[0] if options.quick else LENGTHS[1])
+        yield from recipes_of(card, name, LENGTHS[:2] if options.quick else LENGTHS)
         return
     if part == "recompute":
         yield recomputed(argument)
