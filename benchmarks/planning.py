@@ -5,9 +5,9 @@
 
 ``cost`` plans a large model on meta in processes of their own: seconds of the processor, since one thread does it all,
 and resident bytes. ``recompute`` plans models on cards at the memory that checkpointing takes, each in a process of its
-own, and ``--page`` writes the table into docs/budget.md. ``recipes``, which is not run by default, finds the longest
-sequences of models on cards, and plans some of them: the table of docs/recipes.md. ``cpu`` trains with the disk tier
-and the settings of plans: the predicted peak and step beside resident bytes and seconds.
+own, and ``--page`` writes the table into docs/budget.md. ``recipes``, which is not run by default, plans sequences of
+models on cards: the table of docs/recipes.md. ``cpu`` trains with the disk tier and the settings of plans: the
+predicted peak and step beside resident bytes and seconds.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from benchmarks.cpu_defaults import UNet
 from benchmarks.gpu.results import latest, read
 from benchmarks.models import Llama, Shape, Stack
 from benchmarks.training import release_or_refuse, reset_peak, status_bytes, text, tiny_text, windows
+from eager_offload.config import parse_size
 
 from lm.model import LanguageModel
 
@@ -322,78 +323,90 @@ MODELS = {
     "8B": {"layers": 32} | EIGHT | VOCABULARY,
     "14B": {"layers": 40, "width": 5120, "hidden": 17_408, "heads": 40} | VOCABULARY,
 }
-#: Sequences that are tried. LoRA's rank, where all do not fit.
-LENGTHS, RANK = tuple(4096 << shift for shift in range(6)), 16
+#: Sequences that are planned, the window (by default a plan chooses among five), and LoRA's rank where all do not fit.
+LENGTHS, WINDOW, RANK = (8192, 32_768), "528MiB", 16
 #: Of a card's budget, what weights, gradients and states of AdamW may take.
 STATES = 0.9
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A sequence of a model on a card. Bytes and seconds, predicted; of steps, the part that checkpointing takes."""
+    """A sequence of a model on a card. Bytes and seconds, predicted."""
 
     card: str
     model: str
+    #: Empty where the weights do not fit, whose bytes the peak is then.
     trains: str
     length: int
+    fits: bool
     peak_bytes: int
-    of_checkpointing: float
-    #: Of a step without either, whether it fits or not.
+    #: Of steps with neither, whether they fit or not, and with checkpointing.
     of_none: float
+    of_checkpointing: float
     host_bytes: int
-    #: The longest of the lengths that fits without offload, with checkpointing, and by a plan.
-    longest: tuple[int, ...]
+    #: Without offload, with checkpointing, and the least of a plan.
+    peaks: tuple[int, ...]
 
 
 def recipes_of(card: str, name: str, lengths: Sequence[int]) -> Iterator[Recipe]:
-    """Plans in this process: the shortest of the lengths that does not fit without, and the longest that a plan fits.
-
-    Of a model that does not fit, one row with the bytes of weights.
-    """
-    budget, sizes = eo.config.parse_size(CARDS[card][1], "budget"), MODELS[name]
+    """Plans in this process."""
+    budget, sizes = parse_size(CARDS[card][1], "budget"), MODELS[name]
     weights = sum(one.nbytes for one in llama(1, **sizes)[0].parameters())
-    rank = 0 if 4 * weights <= STATES * budget else RANK
     if weights > STATES * budget:
-        yield Recipe(card, name, "", 0, weights, 0.0, 0.0, 0, ())
+        yield Recipe(card, name, "", 0, False, weights, 0.0, 0.0, 0, ())
         return
-    make = partial(llama, rank=rank, **sizes)
-    # Of few lengths: what is searched are their numbers, from 1 on.
-    place = {"at_least": 1, "at_most": len(lengths), "multiple_of": 1}
-    found = eo.longest(lambda number: make(lengths[number - 1]), budget, device=card, **place)
-    numbers = {row.way: row.length for row in found.rows}
-    longest = tuple([0, *lengths][numbers[way]] for way in ("none", "checkpointing", "plan"))
-    for number in sorted({min(numbers["none"] + 1, numbers["plan"]), numbers["plan"]} - {0}):
-        model, inputs = make(lengths[number - 1])
-        plan = eo.plan(model, inputs, device=card, device_budget=budget, recompute=True)
+    rank = 0 if 4 * weights <= STATES * budget else RANK  # with gradients, and AdamW's two states
+    config = {"max_inflight_bytes": WINDOW, "prefetch_bytes": WINDOW}
+    for length in lengths:
+        model, inputs = llama(length, rank=rank, **sizes)
+        plan = eo.plan(model, inputs, device=card, device_budget=budget, recompute=True, config=config)
         assert plan.checkpointing is not None, "blocks of it repeat"
-        parts = (plan.step_seconds / one for one in (plan.checkpointing.step_seconds, plan.compute_seconds))
+        parts = (plan.step_seconds / one for one in (plan.compute_seconds, plan.checkpointing.step_seconds))
+        peaks = (plan.whole or plan.problem).unmoved_peak, plan.checkpointing.peak_bytes, plan.least_budget
         trains = f"LoRA, rank {rank}" if rank else "all"
-        yield Recipe(card, name, trains, lengths[number - 1], plan.peak_bytes, *parts, plan.host_bytes, longest)
+        yield Recipe(card, name, trains, length, plan.fits, plan.peak_bytes, *parts, plan.host_bytes, peaks)
+
+
+def longest_of(budget: int, rows: Sequence[Recipe], way: int) -> str:
+    """Returns about how many tokens fit, by the straight line through the peaks of two lengths."""
+    (x, low), (y, high) = ((one.length, one.peaks[way]) for one in rows)
+    return f"{max(x + (budget - low) * (y - x) // (high - low), 0) >> 10}k"
 
 
 def recipes(options: argparse.Namespace, report: Report) -> list[Recipe]:
     pairs = [f"{card}/{name}" for card in CARDS for name in MODELS]
-    pairs = pairs[:1] if options.quick else pairs
-    found = [Recipe(**one) for pair in pairs for one in in_process("planning", f"recipes={pair}")]
-    show("Sequences on cards", found)
-    for one in found:
-        report.at_most(f"recipes: {one.card}, {one.model}, {one.length}: of checkpointing's", one.of_checkpointing, 1.0)
+    found = [
+        [Recipe(**one) for one in in_process("planning", f"recipes={pair}")]
+        for pair in (pairs[:1] if options.quick else pairs)
+    ]
+    rows = [row for of_pair in found for row in of_pair]
+    show("Sequences on cards", rows)
+    for one in rows:
+        what = f"recipes: {one.model} on {one.card}, {one.length} tokens, of checkpointing's step"
+        report.at_most(what, one.of_checkpointing, 1.0)
     if options.page:
         columns = "card, model | longest: none, checkpointing, plan | tokens | line | peak, GiB | step | host, GiB"
-        write_table("recipes", "recipes", columns, [*map(_cells_of_recipe, found), *_measured()])
-    return found
+        planned = (cells for of_pair in found for cells in _cells_of_recipe(of_pair))
+        write_table("recipes", "recipes", columns, [*planned, *_measured()])
+    return rows
 
 
-def _cells_of_recipe(one: Recipe) -> str:
-    card, budget = CARDS[one.card]
-    if not one.longest:
-        return f"{card}, {one.model} | does not fit: {one.peak_bytes / GIB:.0f} GiB of weights" + " |" * 5
-    longest = ", ".join(f"{length >> 10}k" if length else "-" for length in one.longest)
-    step = f"{one.of_none:.2f} ({one.of_checkpointing:.2f})"
-    return (
-        f"{card}, {one.model}, {one.trains} | {longest} | {one.length >> 10}k | plan, {budget} "
-        f"| {one.peak_bytes / GIB:.1f} | {step} | {one.host_bytes / GIB:.0f}"
-    )
+def _cells_of_recipe(rows: Sequence[Recipe]) -> Iterator[str]:
+    """Rows of a card and a model; what both have is in the first."""
+    (card, size), first = CARDS[rows[0].card], rows[0]
+    if not first.trains:
+        yield f"{card}, {first.model} | the weights are {first.peak_bytes / GIB:.0f} GiB" + " |" * 5
+        return
+    begin = f"{card}, {first.model}, {first.trains} | "
+    begin += ", ".join(longest_of(parse_size(size, "budget"), rows, way) for way in range(3))
+    for one in rows:
+        end = "does not fit | | |"
+        if one.fits:
+            line = "none" if one.peaks[0] <= parse_size(size, "budget") else f"plan, {size}"
+            step, host = f"{one.of_none:.2f} ({one.of_checkpointing:.2f})", f"{one.host_bytes / GIB:.0f}"
+            end = f"{line} | {one.peak_bytes / GIB:.1f} | {step} | {host}"
+        yield f"{begin} | {one.length >> 10}k | {end}"
+        begin = " |"
 
 
 def _measured() -> Iterator[str]:
@@ -401,11 +414,9 @@ def _measured() -> Iterator[str]:
     runs = (latest(read(RESULTS / "gpu" / f"h100_run{number}.jsonl"), "train") for number in (3, 4))
     found = {stage: row for run in runs for stage, row in run.items() if not row["failure"]}
     base, whole = (median(found[stage]["steps"]["step"]) for stage in ("none", "checkpointing"))
-    for stage in ("checkpointing", "ours + checkpointing", "ours"):
-        row, line = (
-            found[stage],
-            stage.replace("ours + checkpointing", "checkpointing, ours").replace("ours", "`Offload()`"),
-        )
+    lines = {"checkpointing": "checkpointing", "ours + checkpointing": "the same, `Offload()`", "ours": "`Offload()`"}
+    for stage, line in lines.items():
+        row = found[stage]
         step, host = median(row["steps"]["step"]), row.get("host_gib", 0)
         sizes = f"{row['peak_gib']:.1f} | {step / base:.2f} ({step / whole:.2f}) | {host:.0f}"
         yield f"H100, 80 GB, 1B, all: measured | | 32k | {line} | {sizes}"
@@ -418,7 +429,7 @@ def work(name: str, options: argparse.Namespace) -> Iterator[Cost | Recomputed |
     part, _, argument = name.partition("=")
     if part == "recipes":
         card, name = argument.split("/")
-        yield from recipes_of(card, name, LENGTHS[:2] if options.quick else LENGTHS)
+        yield from recipes_of(card, name, [one >> 2 for one in LENGTHS] if options.quick else LENGTHS)
         return
     if part == "recompute":
         yield recomputed(argument)
