@@ -385,41 +385,37 @@ def recipes(options: argparse.Namespace, report: Report) -> list[Recipe]:
         what = f"recipes: {one.model} on {one.card}, {one.length} tokens, of checkpointing's step"
         report.at_most(what, one.of_checkpointing, 1.0)
     if options.page:
-        columns = "card, model | longest: none, checkpointing, plan | tokens | line | peak, GiB | step | host, GiB"
-        planned = (cells for of_pair in found for cells in _cells_of_recipe(of_pair))
-        write_table("recipes", "recipes", columns, [*planned, *_measured()])
+        columns = "card | model | longest: none, checkpointing, plan | " + " | ".join(
+            f"{one >> 10}k" for one in LENGTHS
+        )
+        write_table("recipes", "recipes", columns, [*map(_cells_of_recipe, found), _measured()])
     return rows
 
 
-def _cells_of_recipe(rows: Sequence[Recipe]) -> Iterator[str]:
-    """Rows of a card and a model; what both have is in the first."""
+def _cells_of_recipe(rows: Sequence[Recipe]) -> str:
     (card, size), first = CARDS[rows[0].card], rows[0]
     if not first.trains:
-        yield f"{card}, {first.model} | the weights are {first.peak_bytes / GIB:.0f} GiB" + " |" * 5
-        return
-    begin = f"{card}, {first.model}, {first.trains} | "
-    begin += ", ".join(longest_of(parse_size(size, "budget"), rows, way) for way in range(3))
-    for one in rows:
-        end = "does not fit | | |"
-        if one.fits:
-            line = "none" if one.peaks[0] <= parse_size(size, "budget") else f"plan, {size}"
-            step, host = f"{one.of_none:.2f} ({one.of_checkpointing:.2f})", f"{one.host_bytes / GIB:.0f}"
-            end = f"{line} | {one.peak_bytes / GIB:.1f} | {step} | {host}"
-        yield f"{begin} | {one.length >> 10}k | {end}"
-        begin = " |"
+        return f"{card} | {first.model} | does not fit: {first.peak_bytes / GIB:.0f} GiB of weights | |"
+    budget = parse_size(size, "budget")
+    longest = ", ".join(longest_of(budget, rows, way) for way in range(3))
+    cells = [
+        f"{'none' if one.peaks[0] <= budget else 'plan'}: {one.peak_bytes / GIB:.0f} GiB, {one.of_none:.2f} "
+        f"({one.of_checkpointing:.2f}), {one.host_bytes / GIB:.0f} GiB"
+        if one.fits
+        else "does not fit"
+        for one in rows
+    ]
+    return f"{card} | {first.model}, {first.trains} | {longest} | {' | '.join(cells)}"
 
 
-def _measured() -> Iterator[str]:
-    """Rows of a model on an H100, as ``benchmarks.gpu`` has left them."""
+def _measured() -> str:
+    """A row of a model on an H100, as ``benchmarks.gpu`` has left it."""
     runs = (latest(read(RESULTS / "gpu" / f"h100_run{number}.jsonl"), "train") for number in (3, 4))
     found = {stage: row for run in runs for stage, row in run.items() if not row["failure"]}
-    base, whole = (median(found[stage]["steps"]["step"]) for stage in ("none", "checkpointing"))
-    lines = {"checkpointing": "checkpointing", "ours + checkpointing": "the same, `Offload()`", "ours": "`Offload()`"}
-    for stage, line in lines.items():
-        row = found[stage]
-        step, host = median(row["steps"]["step"]), row.get("host_gib", 0)
-        sizes = f"{row['peak_gib']:.1f} | {step / base:.2f} ({step / whole:.2f}) | {host:.0f}"
-        yield f"H100, 80 GB, 1B, all: measured | | 32k | {line} | {sizes}"
+    base, whole, row = (found[stage] for stage in ("none", "checkpointing", "ours + checkpointing"))
+    none, again, step = (median(one["steps"]["step"]) for one in (base, whole, row))
+    way = f"checkpointing, `Offload()`: {row['peak_gib']:.0f} GiB, {step / none:.2f} ({step / again:.2f})"
+    return f"{CARDS['h100'][0]} | 1B, all, measured | | | {way}, {row['host_gib']:.0f} GiB"
 
 
 PARTS = {"cost": cost, "recompute": recompute, "cpu": cpu, "recipes": recipes}
