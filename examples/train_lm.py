@@ -41,7 +41,7 @@ ON_CPU = DEVICE.type == "cpu"
 
 # Large enough for activations to matter, small enough for two minutes of two CPU cores, or 16 GiB of an accelerator.
 DEFAULTS = (
-    {"layers": 16, "width": 384, "heads": 6, "sequence": 768, "batch": 4, "steps": 3, "window": "32MiB"}
+    {"layers": 16, "width": 384, "heads": 6, "sequence": 768, "batch": 3, "steps": 3, "window": "32MiB"}
     if ON_CPU
     else {"layers": 8, "width": 2048, "heads": 16, "sequence": 1024, "batch": 4, "steps": 20, "window": "auto"}
 )
