@@ -363,7 +363,7 @@ def recipes_of(card: str, name: str, lengths: Sequence[int]) -> Iterator[Recipe]
         assert plan.checkpointing is not None, "blocks of it repeat"
         parts = (plan.step_seconds / one for one in (plan.compute_seconds, plan.checkpointing.step_seconds))
         peaks = (plan.whole or plan.problem).unmoved_peak, plan.checkpointing.peak_bytes, plan.least_budget
-        trains = f"LoRA, rank {rank}" if rank else "all"
+        trains = "LoRA" if rank else "all"
         yield Recipe(card, name, trains, length, plan.fits, plan.peak_bytes, *parts, plan.host_bytes, peaks)
 
 
@@ -399,8 +399,8 @@ def _cells_of_recipe(rows: Sequence[Recipe]) -> str:
     budget = parse_size(size, "budget")
     longest = ", ".join(longest_of(budget, rows, way) for way in range(3))
     cells = [
-        f"{'none' if one.peaks[0] <= budget else 'plan'}: {one.peak_bytes / GIB:.0f} GiB, {one.of_none:.2f} "
-        f"({one.of_checkpointing:.2f}), {one.host_bytes / GIB:.0f} GiB"
+        f"{'none' if one.peaks[0] <= budget else 'plan'}: {one.peak_bytes / GIB:.0f}, {one.of_none:.2f} "
+        f"({one.of_checkpointing:.2f}), {one.host_bytes / GIB:.0f}"
         if one.fits
         else "does not fit"
         for one in rows
@@ -414,8 +414,8 @@ def _measured() -> str:
     found = {stage: row for run in runs for stage, row in run.items() if not row["failure"]}
     base, whole, row = (found[stage] for stage in ("none", "checkpointing", "ours + checkpointing"))
     none, again, step = (median(one["steps"]["step"]) for one in (base, whole, row))
-    way = f"checkpointing, `Offload()`: {row['peak_gib']:.0f} GiB, {step / none:.2f} ({step / again:.2f})"
-    return f"{CARDS['h100'][0]} | 1B, all, measured | | | {way}, {row['host_gib']:.0f} GiB"
+    way = f"checkpointing, `Offload()`: {row['peak_gib']:.0f}, {step / none:.2f} ({step / again:.2f})"
+    return f"{CARDS['h100'][0]} | 1B, all, measured | | | {way}, {row['host_gib']:.0f}"
 
 
 PARTS = {"cost": cost, "recompute": recompute, "cpu": cpu, "recipes": recipes}
