@@ -31,7 +31,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
 	  while IFS='|' read -r target text; do printf '%-18s %s\n' "$$target" "$$text"; done
 
-demo: $(DEMO) ## train a small language model four ways; a table and demo/memory.png
+demo: $(DEMO) ## train a small language model four ways in 2 minutes; a table and demo/memory.png
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
 docs: $(DOCS) ## the documentation into site/, which opens from the folder; any warning is an error

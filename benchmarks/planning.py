@@ -5,8 +5,9 @@
 
 ``cost`` plans a large model on meta in processes of their own: seconds of the processor, since one thread does it all,
 and resident bytes. ``recompute`` plans models on cards at the memory that checkpointing takes, each in a process of its
-own, and ``--page`` writes the table into docs/plan.md. ``cpu`` trains with the disk tier and the settings of
-plans: the predicted peak and step beside resident bytes and seconds.
+own, and ``--page`` writes the table into docs/plan.md. ``recipes``, which is not run by default, plans sequences of
+models on cards: the table of docs/recipes.md. ``cpu`` trains with the disk tier and the settings of plans: the
+predicted peak and step beside resident bytes and seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,13 +25,17 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from benchmarks.common import GIB, ROOT, Report, command_line, drive, in_process, listed, named, parse, show
+from benchmarks.common import GIB, RESULTS, ROOT, Report, command_line, drive, in_process, listed, named, parse, show
 from benchmarks.cpu_defaults import UNet
+from benchmarks.gpu.results import latest, read
 from benchmarks.models import Llama, Shape, Stack
 from benchmarks.training import release_or_refuse, reset_peak, status_bytes, text, tiny_text, windows
+from eager_offload.config import parse_size
 
 from lm.model import LanguageModel
 
@@ -158,7 +163,7 @@ def _off(found: Sequence[OnCpu], ratio: Callable[[OnCpu], float]) -> float:
 class Case:
     """A model on a card, with its inputs and a loss, and the most that a step may take of checkpointing's."""
 
-    make: Callable[[], tuple[nn.Module, Tensor, Callable[[Tensor], Tensor] | None]]
+    make: Callable[[], tuple[nn.Module, Tensor] | tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]]
     device: str
     goal: float
     #: ``None``: what checkpointing takes.
@@ -166,15 +171,41 @@ class Case:
     optimizer: type[torch.optim.Optimizer] | None = torch.optim.AdamW
 
 
-def llama(tokens: int, *, frozen: bool = False, rank: int = 0, **sizes: int) -> tuple[nn.Module, Tensor, None]:
-    """A Llama on meta; ``frozen``: but for norms and the embedding; ``rank``: with LoRA beside queries and values."""
+def llama(tokens: int, *, frozen: bool = False, rank: int = 0, part: int = 0, **sizes: int) -> tuple[nn.Module, Tensor]:
+    """A Llama on meta.
+
+    Args:
+        frozen: but for norms and the embedding.
+        rank: if not 0, all is frozen, with LoRA beside queries and values.
+        part: tokens of which the loss is computed at once; 0: all.
+    """
     with torch.device("meta"):
-        model = Llama(Shape(**{"shared_heads": 8, **sizes})).to(torch.bfloat16).train()
+        shape = Shape(**{"shared_heads": 8, **sizes})
+        model = (LossInParts(shape, part) if part else Llama(shape)).to(torch.bfloat16).train()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not (frozen or rank) or (frozen and ("norm" in name or "embedding" in name)))
         for block in model.blocks if rank else ():
             block.query, block.value = (LoRA(one, rank) for one in (block.query, block.value))
-    return model, torch.zeros(1, tokens + 1, dtype=torch.int64), None
+    return model, torch.zeros(1, tokens + 1, dtype=torch.int64)
+
+
+class LossInParts(Llama):
+    """Has the logits of so many tokens at once, which backward computes again."""
+
+    def __init__(self, shape: Shape, part: int) -> None:
+        super().__init__(shape)
+        self.part = part
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens[:, :-1])
+        for block in self.blocks:
+            x = self.run(block, x)
+        parts = (one.flatten(0, 1).split(self.part) for one in (self.norm(x), tokens[:, 1:, None]))
+        losses = [checkpoint(self.loss, *both, use_reentrant=False) for both in zip(*parts, strict=True)]
+        return torch.stack(losses).sum() / x.shape[1]
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, self.embedding.weight), targets.flatten(), reduction="sum")
 
 
 class LoRA(nn.Module):
@@ -240,7 +271,7 @@ class Recomputed:
 def recomputed(name: str) -> Recomputed:
     """Plans in this process, for half a percent more than checkpointing takes, or for the budget that is given."""
     case = CASES[name]
-    model, inputs, loss = case.make()
+    model, inputs, loss = (*case.make(), None)[:3]
     given = {"loss": loss, "device": case.device, "optimizer": case.optimizer, "recompute": True}
     whole = eo.plan(model, inputs, device_budget=1 << 50, **given).checkpointing
     assert whole is not None, "blocks of it repeat"
@@ -259,29 +290,143 @@ def recompute(options: argparse.Namespace, report: Report) -> list[Recomputed]:
     others = [one.of_checkpointing for one in found[3:]]
     report.at_most("recompute: the median of the other models", median(others), MEDIAN)
     if options.page:
-        text = PAGE.read_text()
-        before, rest = text.split(BEGINS)
-        lines = [
-            "",
-            "| model, tokens | card | peak, GiB | step, s | of checkpointing's | moves, GiB |",
-            "| --- " * 6 + "|",
-        ]
-        lines += [
-            f"| {one.model} | {one.device} | {one.peak_bytes / GIB:.1f} | {one.step:.3f} "
-            f"| {one.of_checkpointing:.2f} | {one.moved_bytes / GIB:.1f} |"
-            for one in found
-        ]
-        PAGE.write_text(f"{before}{BEGINS}{chr(10).join(lines)}\n{ENDS}{rest.split(ENDS)[1]}")
+        columns = "model, tokens | card | peak, GiB | step, s | of checkpointing's | moves, GiB"
+        write_table("plan", "recompute", columns, map(_cells_of_plan, found))
     return found
 
 
-PAGE = ROOT / "docs" / "plan.md"
-BEGINS, ENDS = "<!-- python -m benchmarks.planning --parts recompute --page -->\n", "\n<!-- end -->"
-PARTS = {"cost": cost, "recompute": recompute, "cpu": cpu}
+def _cells_of_plan(one: Recomputed) -> str:
+    sizes = f"{one.peak_bytes / GIB:.1f} | {one.step:.3f} | {one.of_checkpointing:.2f} | {one.moved_bytes / GIB:.1f}"
+    return f"{one.model} | {one.device} | {sizes}"
 
 
-def work(name: str, options: argparse.Namespace) -> Iterator[Cost | Recomputed | OnCpu]:
+def write_table(page: str, part: str, columns: str, rows: Iterable[str]) -> None:
+    """Writes a table into its place on a page of the documentation, with the command that does so above it."""
+    path = ROOT / "docs" / f"{page}.md"
+    begins, ends = f"<!-- python -m benchmarks.planning --parts {part} --page -->\n", "\n<!-- end -->"
+    before, rest = path.read_text().split(begins)
+    lines = ["", f"| {columns} |", "| --- " * (columns.count("|") + 1) + "|", *(f"| {row} |" for row in rows)]
+    path.write_text(f"{before}{begins}{chr(10).join(lines)}\n{ends}{rest.split(ends, 1)[1]}")
+
+
+#: What docs/recipes.md has rows of: cards with their names and budgets, and models, whose loss is computed in parts.
+CARDS = {
+    "rtx4090": ("RTX 4090, 24 GB", "22GiB"),
+    "l40s": ("L40S, 48 GB", "42GiB"),
+    "h100": ("H100, 80 GB", "75GiB"),
+    "h200": ("H200, 141 GB", "132GiB"),
+}
+VOCABULARY = {"vocabulary": 128_256, "part": 4096}
+MODELS = {
+    "1B": {},  # as on an H100
+    "3B": THREE | VOCABULARY,
+    "8B": {"layers": 32} | EIGHT | VOCABULARY,
+    "14B": {"layers": 40, "width": 5120, "hidden": 17_408, "heads": 40} | VOCABULARY,
+}
+#: Sequences that are planned, the window (by default a plan chooses among five), and LoRA's rank where all do not fit.
+LENGTHS, WINDOW, RANK = (8192, 32_768), "528MiB", 16
+#: Of a card's budget, what weights, gradients and states of AdamW may take.
+STATES = 0.9
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A sequence of a model on a card. Bytes and seconds, predicted."""
+
+    card: str
+    model: str
+    #: Empty where the weights do not fit, whose bytes the peak is then.
+    trains: str
+    length: int
+    fits: bool
+    peak_bytes: int
+    #: Of steps with neither, whether they fit or not, and with checkpointing.
+    of_none: float
+    of_checkpointing: float
+    host_bytes: int
+    #: Without offload, with checkpointing, and the least of a plan.
+    peaks: tuple[int, ...]
+
+
+def recipes_of(card: str, name: str, lengths: Sequence[int]) -> Iterator[Recipe]:
+    """Plans in this process."""
+    budget, sizes = parse_size(CARDS[card][1], "budget"), MODELS[name]
+    weights = sum(one.nbytes for one in llama(1, **sizes)[0].parameters())
+    if weights > STATES * budget:
+        yield Recipe(card, name, "", 0, False, weights, 0.0, 0.0, 0, ())
+        return
+    rank = 0 if 4 * weights <= STATES * budget else RANK  # with gradients, and AdamW's two states
+    config = {"max_inflight_bytes": WINDOW, "prefetch_bytes": WINDOW}
+    for length in lengths:
+        model, inputs = llama(length, rank=rank, **sizes)
+        plan = eo.plan(model, inputs, device=card, device_budget=budget, recompute=True, config=config)
+        assert plan.checkpointing is not None, "blocks of it repeat"
+        parts = (plan.step_seconds / one for one in (plan.compute_seconds, plan.checkpointing.step_seconds))
+        peaks = (plan.whole or plan.problem).unmoved_peak, plan.checkpointing.peak_bytes, plan.least_budget
+        trains = "LoRA" if rank else "all"
+        yield Recipe(card, name, trains, length, plan.fits, plan.peak_bytes, *parts, plan.host_bytes, peaks)
+
+
+def longest_of(budget: int, rows: Sequence[Recipe], way: int) -> str:
+    """Returns about how many tokens fit, by the straight line through the peaks of two lengths."""
+    (x, low), (y, high) = ((one.length, one.peaks[way]) for one in rows)
+    return f"{max(x + (budget - low) * (y - x) // (high - low), 0) >> 10}k"
+
+
+def recipes(options: argparse.Namespace, report: Report) -> list[Recipe]:
+    pairs = [f"{card}/{name}" for card in CARDS for name in MODELS]
+    found = [
+        [Recipe(**one) for one in in_process("planning", f"recipes={pair}")]
+        for pair in (pairs[:1] if options.quick else pairs)
+    ]
+    rows = [row for of_pair in found for row in of_pair]
+    show("Sequences on cards", rows)
+    for one in rows:
+        what = f"recipes: {one.model} on {one.card}, {one.length} tokens, of checkpointing's step"
+        report.at_most(what, one.of_checkpointing, 1.0)
+    if options.page:
+        columns = "card | model | longest: none, checkpointing, plan | " + " | ".join(
+            f"{one >> 10}k" for one in LENGTHS
+        )
+        write_table("recipes", "recipes", columns, [*map(_cells_of_recipe, found), _measured()])
+    return rows
+
+
+def _cells_of_recipe(rows: Sequence[Recipe]) -> str:
+    (card, size), first = CARDS[rows[0].card], rows[0]
+    if not first.trains:
+        return f"{card} | {first.model} | does not fit: {first.peak_bytes / GIB:.0f} GiB of weights | |"
+    budget = parse_size(size, "budget")
+    longest = ", ".join(longest_of(budget, rows, way) for way in range(3))
+    cells = [
+        f"{'none' if one.peaks[0] <= budget else 'plan'}: {one.peak_bytes / GIB:.0f}, {one.of_none:.2f} "
+        f"({one.of_checkpointing:.2f}), {one.host_bytes / GIB:.0f}"
+        if one.fits
+        else "does not fit"
+        for one in rows
+    ]
+    return f"{card} | {first.model}, {first.trains} | {longest} | {' | '.join(cells)}"
+
+
+def _measured() -> str:
+    """A row of a model on an H100, as ``benchmarks.gpu`` has left it."""
+    runs = (latest(read(RESULTS / "gpu" / f"h100_run{number}.jsonl"), "train") for number in (3, 4))
+    found = {stage: row for run in runs for stage, row in run.items() if not row["failure"]}
+    base, whole, row = (found[stage] for stage in ("none", "checkpointing", "ours + checkpointing"))
+    none, again, step = (median(one["steps"]["step"]) for one in (base, whole, row))
+    way = f"checkpointing, `Offload()`: {row['peak_gib']:.0f}, {step / none:.2f} ({step / again:.2f})"
+    return f"{CARDS['h100'][0]} | 1B, all, measured | | | {way}, {row['host_gib']:.0f}"
+
+
+PARTS = {"cost": cost, "recompute": recompute, "cpu": cpu, "recipes": recipes}
+
+
+def work(name: str, options: argparse.Namespace) -> Iterator[Cost | Recomputed | OnCpu | Recipe]:
     part, _, argument = name.partition("=")
+    if part == "recipes":
+        card, name = argument.split("/")
+        yield from recipes_of(card, name, [one >> 2 for one in LENGTHS] if options.quick else LENGTHS)
+        return
     if part == "recompute":
         yield recomputed(argument)
         return
@@ -298,8 +443,8 @@ def options_of() -> argparse.Namespace:
     several = {"rounds": 3, "steps": 4, "cpu_layers": 8, "cpu_width": 512, "cpu_heads": 8}
     model = {"layers": 32, "sequence": 512, "batch": 4, "window": "32MiB", "min_bytes": "256KiB"}
     parser = command_line(__doc__, workers=True, **several, **model)
-    parser.add_argument("--parts", type=named(PARTS), default=",".join(PARTS), help="with commas between")
-    parser.add_argument("--page", action="store_true", help="write the table of recompute into docs/plan.md")
+    parser.add_argument("--parts", type=named(PARTS), default="cost,recompute,cpu", help="with commas between")
+    parser.add_argument("--page", action="store_true", help="write tables of recompute and recipes into their pages")
     shares = listed(float, lambda one: 0 <= one <= 1)
     parser.add_argument("--shares", type=shares, default="0.25,0.5,0.75", help=SHARES)
     options = parse(parser, layers=4, rounds=1, steps=1)

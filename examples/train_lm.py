@@ -2,9 +2,10 @@
 
     python examples/train_lm.py
     python examples/train_lm.py --sequence 2048 --steps 4 --modes none,offload
+    python examples/train_lm.py --repeats 3
 
-The same model learns from the same text, from the same seed, in a process of its own each time: each way twice, in
-turn with the others. The table has medians, and half of the spread.
+The same model learns from the same text, from the same seed, in a process of its own each time. With ``--repeats`` the
+ways take turns, and the table has medians and half of the spread.
 
 - ``none``: plain PyTorch. All activations stay in memory until backward has used them.
 - ``checkpoint``: gradient checkpointing of every block. Activations are computed a second time in backward.
@@ -38,9 +39,9 @@ MODES = ("none", "checkpoint", "offload", "offload+checkpoint")
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 ON_CPU = DEVICE.type == "cpu"
 
-# Large enough for activations to matter, small enough for two CPU cores or for 16 GiB of accelerator memory.
+# Large enough for activations to matter, small enough for two minutes of two CPU cores, or 16 GiB of an accelerator.
 DEFAULTS = (
-    {"layers": 16, "width": 384, "heads": 6, "sequence": 768, "batch": 4, "steps": 5, "window": "32MiB"}
+    {"layers": 16, "width": 384, "heads": 6, "sequence": 768, "batch": 3, "steps": 3, "window": "32MiB"}
     if ON_CPU
     else {"layers": 8, "width": 2048, "heads": 16, "sequence": 1024, "batch": 4, "steps": 20, "window": "auto"}
 )
@@ -199,7 +200,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--sequence", type=positive, metavar="N", default=DEFAULTS["sequence"], help="tokens in a window of text")
     add("--batch", type=positive, metavar="N", default=DEFAULTS["batch"], help="windows in a step")
     add("--steps", type=positive, metavar="N", default=DEFAULTS["steps"], help="optimizer steps")
-    add("--repeats", type=positive, metavar="N", default=2, help="how often each run is made, in turn with the others")
+    add("--repeats", type=positive, metavar="N", default=1, help="how often each run is made, in turn with the others")
     add("--tier", default="auto", help="where saved tensors rest: host or disk; auto is disk on a CPU, host elsewhere")
     add("--min-bytes", metavar="SIZE", default="1MiB", help="smaller saved tensors stay where they are")
     add("--max-inflight-bytes", metavar="SIZE", default=DEFAULTS["window"], help="most bytes on their way out at once")

@@ -25,7 +25,7 @@ import yaml
 
 import eager_offload as eo
 from tests.docs.pages import PAGES, ROOT, blocks, name, prose
-from tests.processes import python
+from tests.processes import printed_by, python
 
 pytestmark = pytest.mark.long
 
@@ -123,3 +123,16 @@ def check_fields(parsed: Any) -> None:
             eo.OffloadConfig.from_dict(value)
         elif isinstance(value, dict):
             check_fields(value)
+
+
+@pytest.mark.timeout(300)
+def test_the_cells_of_the_notebook_run_in_order_and_it_holds_no_outputs(tmp_path: Path) -> None:
+    """On a CPU its model is small; its losses are those without offload, and bytes move."""
+    pytest.importorskip("matplotlib", reason="the demo's extra is not installed")
+    notebook = json.loads((ROOT / "examples" / "offload_on_a_gpu.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [(cell["outputs"], cell["execution_count"]) for cell in cells] == [([], None)] * len(cells)
+    (script := tmp_path / "cells.py").write_text("\n".join("".join(cell["source"]) for cell in cells))
+    printed = printed_by(script, cwd=tmp_path, MPLBACKEND="Agg", OMP_NUM_THREADS="1")
+    assert "the same losses: True" in printed
+    assert re.search(r"^moved out +[1-9]", printed, re.MULTILINE), printed

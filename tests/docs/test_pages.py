@@ -21,6 +21,13 @@ def test_every_hazard_is_named_once_with_what_proves_it() -> None:
     assert all((hazards_page.TESTS / file).is_file() for files in hazards_page.proofs().values() for file in files)
 
 
+def test_each_wrong_gradient_in_the_wild_names_a_file_that_proves_its_hazard() -> None:
+    text, proofs = (ROOT / "docs" / "wrong_gradients.md").read_text(), hazards_page.proofs()
+    named = re.findall(r"^\| \[.*\| (H\d\d), `([\w/.]+)` \|$", text, re.MULTILINE)
+    assert len(named) == text.count("\n| [") > 0, "each row ends in a hazard and a file"
+    assert [file for number, file in named if file not in proofs[number]] == []
+
+
 @pytest.mark.parametrize(
     ("file", "limit", "quoted"),
     [
