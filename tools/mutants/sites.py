@@ -39,10 +39,11 @@ _RELEASES = {
     "_poll",
     "cancel",
     "drop",
+    "drop_resident",
     "forget",
     "keep_until",
+    "mark_consumed",
     "release",
-    "take_up",
 }
 #: Of what was saved, as its handle has it.
 _VERSIONS = {"self._version", "self.version"}

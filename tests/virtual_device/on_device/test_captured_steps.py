@@ -198,13 +198,13 @@ def test_compute_waits_for_what_comes_back_in_vain_before_its_memory_has_a_new_o
         return torch.stack([value.sum() for value in gradients])
 
     if not waits:
-        release = DeviceOffloader.release
+        drop_resident = DeviceOffloader.drop_resident
 
-        def released(transfers: CapturedTransfers, transfer: Transfer) -> None:
-            release(transfers, transfer)
+        def dropped(transfers: CapturedTransfers, transfer: Transfer) -> None:
+            drop_resident(transfers, transfer)
             transfers._in.pop(transfer, None)
 
-        monkeypatch.setattr(CapturedTransfers, "release", released)
+        monkeypatch.setattr(CapturedTransfers, "drop_resident", dropped)
     offload = offloads(max_inflight_bytes=1, prefetch_bytes="32KiB", keep_last_bytes=0)
     captured = capture_step(step, (x,), offload=offload, warmup=1, debug=True)
     assert bool(violations(nodes_of(captured.graph._graph))) != waits
