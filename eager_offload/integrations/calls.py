@@ -217,7 +217,7 @@ class OffloadedCalls:
         )
 
 
-def warn_of_what_hides(model: nn.Module, instead: str) -> None:
+def warn_of_hiding_wrappers(model: nn.Module, instead: str) -> None:
     """Warns of modules that torch's ``offload_wrapper`` stands around: the innermost hooks alone see a saved tensor.
 
     Those that are checkpointed and no more hide nothing: what is kept of them, their inputs, is offloaded. ``instead``
