@@ -1,4 +1,4 @@
-"""Where people train: :class:`~eager_offload.Offload` in the habits of other frameworks, one module for each.
+"""Adapters of :class:`~eager_offload.Offload` to training frameworks, one module each.
 
-No framework is imported before the module that is named after it.
+A framework is imported only by the module that is named after it.
 """

@@ -1,8 +1,8 @@
-"""Accelerate: a plugin for the scripts that call ``accelerator.prepare``.
+"""A plugin for scripts that call ``accelerator.prepare``.
 
-[Note: What prepare returned] The plugin takes hold of what ``accelerator.prepare`` returned, and not of the model that
-it was given: FSDP2, DeepSpeed and Megatron do not come through ``prepare_model``, compiling is its last step, and
-regional compilation makes another module with a copy of the first one's calls.
+[Note: the prepared model] The plugin wraps the calls of the module that ``accelerator.prepare`` returned, not those of
+the user's model: ``prepare`` compiles last, regional compilation returns a new module with a copy of the old module's
+calls, and FSDP2, DeepSpeed and Megatron bypass ``prepare_model``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from eager_offload.integrations.calls import (
     is_training,
     missing,
     offload_from,
-    warn_of_what_hides,
+    warn_of_hiding_wrappers,
 )
 from eager_offload.integrations.first_batch import FirstBatch
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
@@ -41,32 +41,34 @@ _SWITCH = "activation_checkpointing=False of the FSDP plugin, or model.gradient_
 
 
 class OffloadPlugin:
-    """Offloads what the training forwards of a prepared model save for backward.
+    """Offloads the tensors that training forwards of a prepared model save for backward.
 
         plugin = OffloadPlugin(min_bytes="4MiB")
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         model = plugin.prepare(accelerator, model)
 
-    Or, where the loss is computed outside of the model, by hand and without ``prepare``:
+    If the loss is computed outside of the model, enter the context yourself instead of calling ``prepare``:
 
         with accelerator.accumulate(model), plugin.offload:
             loss = criterion(model(inputs), targets)
 
-    The fields that are in force can be read from it as attributes.
+    The plugin has each field of the configuration in force as an attribute.
 
     Args:
-        config: an :class:`~eager_offload.Offload` of your own, which stays yours to close, an
+        config: an :class:`~eager_offload.Offload` (closed by you, not by the plugin), an
             :class:`~eager_offload.OffloadConfig`, a mapping of its fields, or ``None``.
-        log_metrics: what :meth:`metrics` gives: ``True`` for the three that matter, ``"all"``, or ``False`` for none.
-        trace_step: the training forward of a prepared model, the first being 1, that is traced until the next begins.
-        trace_path: where that trace is written, for https://ui.perfetto.dev.
-        recompute: has the first batch of the first model that is prepared planned to ``device_budget``, by
-            :func:`eager_offload.plan`, and trains by that plan.
-        **fields: fields of :class:`~eager_offload.OffloadConfig`, which come before ``config``, and that before
-            ``EAGER_OFFLOAD_<FIELD>``. With ``enabled=False`` nothing is done, and :meth:`metrics` is empty.
+        log_metrics: the contents of :meth:`metrics`: ``True`` for the three main figures, ``"all"``, or ``False`` for
+            none.
+        trace_step: the training forward of a prepared model to trace, counted from 1; the trace ends when the next
+            begins.
+        trace_path: the file to write the trace to, for https://ui.perfetto.dev.
+        recompute: whether to plan the first batch of the first prepared model to ``device_budget`` with
+            :func:`eager_offload.plan`, and to train by that plan.
+        **fields: fields of :class:`~eager_offload.OffloadConfig`. They override ``config``, which overrides
+            ``EAGER_OFFLOAD_<FIELD>``. With ``enabled=False`` the plugin does nothing, and :meth:`metrics` is empty.
 
     Raises:
-        ConfigError: for a value that is not accepted, or fields beside an ``Offload``.
+        ConfigError: for a value that is not accepted, or for fields given together with an ``Offload``.
     """
 
     def __init__(
@@ -81,9 +83,8 @@ class OffloadPlugin:
     ) -> None:
         self._closes = not isinstance(config, Offload)
         self.offload = offload_from(config, fields)
-        """A context for forwards of your own, and its ``stats()``. Does nothing where not ``enabled``."""
+        """The context, for forwards that you surround yourself, and its ``stats()``. Inactive if not ``enabled``."""
         self._first = FirstBatch.wanted(recompute, config, self.offload, _SWITCH)
-        #: What is in force.
         self.config = self.offload.config
         self._options: dict[str, Any] = {"log_metrics": log_metrics, "trace_step": trace_step, "trace_path": trace_path}
         self._options["recompute"] = recompute
@@ -99,24 +100,25 @@ class OffloadPlugin:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def prepare(self, accelerator: Accelerator, model: nn.Module, example: object = None) -> nn.Module:
-        """From now on calls of ``model`` offload, whenever it is training and gradients are wanted.
+        """Makes calls of ``model`` offload from now on, if they train and gradients are enabled.
 
-        May be called again, for the same model and for others.
+        May be called again, for the same model or for another.
 
         Args:
-            accelerator: whose ``prepare`` returned ``model``.
-            model: as it was returned: wrapped, sharded, compiled.
-            example: with ``recompute``, what ``model`` will be called with, as ``inputs`` of
-                :func:`eager_offload.plan`: it is planned now, and not at its first call. All ranks together.
+            accelerator: the accelerator whose ``prepare`` returned ``model``.
+            model: the module as ``prepare`` returned it: wrapped, sharded, compiled.
+            example: with ``recompute``, the arguments of a call of ``model``, as ``inputs`` of
+                :func:`eager_offload.plan`. The model is then planned now instead of at its first call, by all ranks
+                together.
 
         Returns:
             ``model`` itself.
 
         Raises:
-            ConfigError: for anything but a module, one that ``accelerator.prepare`` has not returned, or one that
-                another plugin has prepared; with ``recompute`` for checkpointing of the framework's own; for an
-                ``example`` without ``recompute``, or of a model in eval mode.
-            PlanError: the step of ``example`` cannot be planned; an error of the model's own comes as it is.
+            ConfigError: if ``model`` is not a module, did not come from ``accelerator.prepare``, or was prepared by
+                another plugin; with ``recompute``, if a framework checkpoints modules of the model; if ``example`` is
+                given without ``recompute`` or for a model in eval mode.
+            PlanError: if the step of ``example`` cannot be planned. Errors of the model itself are not wrapped.
         """
         kind = f"<{type(model).__name__}>"
         if not isinstance(model, nn.Module):
@@ -133,10 +135,10 @@ class OffloadPlugin:
                 "another module in its place. Call that first, then plugin.prepare(accelerator, model) on what it "
                 "returned"
             )
-        # Two around one model would nest, and only the inner one would offload.
+        # Two plugins on one model would nest, and only the inner one would offload.
         holder, calls = _prepared.get(innermost, (lambda: None, None))
         if calls is not None and (other := holder()) is not self:
-            if other is None:  # it is gone, as where a cell of a notebook made it anew
+            if other is None:  # that plugin is gone (e.g. a notebook cell was run again)
                 calls.remove()
             elif calls in other._calls.values():
                 raise ConfigError(
@@ -144,7 +146,7 @@ class OffloadPlugin:
                     "offload: call remove() or close() of the other one first, or leave one out"
                 )
         if accelerator.is_local_main_process:
-            warn_of_what_hides(
+            warn_of_hiding_wrappers(
                 model,
                 "take FullyShardedDataParallelPlugin(activation_checkpointing=True) without "
                 "activation_checkpointing_offload=True (fsdp_activation_checkpointing_offload in a file)",
@@ -152,12 +154,12 @@ class OffloadPlugin:
         before = self._calls.pop(model, None)
         is_first = not self._calls if before is None else before.is_first
         if before is not None:
-            before.remove()  # and not left alone: model.compile() may have put itself in its place meanwhile
+            before.remove()  # model.compile() may have replaced the calls since, so wrap them again
         self.offload.skip_in(model)
-        first = self._first if is_first else None  # another one goes by the plan of the first
+        first = self._first if is_first else None  # further models follow the plan of the first
         if first is not None:
             first.refuse_checkpointing(model)
-            first.optimizers = getattr(accelerator, "_optimizers", ())  # private, likewise
+            first.optimizers = getattr(accelerator, "_optimizers", ())  # private: 1.10 to 1.15
             first.accumulation = accelerator.gradient_accumulation_steps
         if example is not None:
             if first is None or not model.training:
@@ -171,20 +173,20 @@ class OffloadPlugin:
         return model
 
     def metrics(self, steps: int = 1) -> dict[str, float]:
-        """Returns what this process has moved since the last call, for one of ``steps`` steps: ``OffloadMetrics``."""
+        """Returns the figures of ``OffloadMetrics`` since the last call, divided by ``steps``, for this process."""
         return self._metrics.read(steps) if self.enabled else {}
 
     def remove(self) -> None:
-        """Models are called as before :meth:`prepare`. Idempotent."""
+        """Restores the calls of every prepared model. Idempotent."""
         while self._calls:
             _, calls = self._calls.popitem()
             calls.remove()
 
     def close(self) -> None:
-        """:meth:`remove`, a line about what moved, and gives every tier's memory and files back. Idempotent.
+        """Calls :meth:`remove`, prints a line of totals, and frees the memory and files of every tier. Idempotent.
 
-        An ``Offload`` of your own stays open: it is yours to close.
-        ``accelerator.free_memory()`` and ``end_training()`` know nothing of those.
+        An ``Offload`` that you passed in stays open. ``accelerator.free_memory()`` and ``end_training()`` do not free
+        tiers.
         """
         for calls in list(self._calls.values()):
             calls.warn_if_unseen()
@@ -199,13 +201,13 @@ class OffloadPlugin:
             self.offload.close()
 
     def __reduce__(self) -> tuple[Callable[[], OffloadPlugin], tuple[()]]:
-        # A plugin travels to processes that are spawned; what it has opened, and the models that it knows, do not.
-        return partial(type(self), self.config, **self._options), ()  # the configuration that was given
+        # Spawned processes get the configuration, and not the open tiers or the prepared models.
+        return partial(type(self), self.config, **self._options), ()
 
 
 def _counting(plugin: OffloadPlugin) -> Callable[[nn.Module], bool]:
-    """Returns :func:`is_training`, which counts its calls for the plugin, and does not keep it."""
-    alive = weakref.ref(plugin)
+    """Returns :func:`is_training` with a counter of training forwards for ``plugin``."""
+    alive = weakref.ref(plugin)  # prepared models hold the result, and must not keep the plugin alive
 
     def asked(model: nn.Module) -> bool:
         training = is_training(model)
@@ -218,12 +220,12 @@ def _counting(plugin: OffloadPlugin) -> Callable[[nn.Module], bool]:
 
 
 def _innermost(model: nn.Module) -> nn.Module:
-    """What is inside of every wrapper, those of compilers included."""
+    """Returns the module inside of every wrapper, including those of compilers."""
     inside: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
     return inside
 
 
-#: Which plugin, and by which calls, has prepared a model last, by what is inside of its wrappers.
+#: The plugin that prepared a model last and its calls, by the model's innermost module.
 _prepared: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[OffloadPlugin], OffloadedCalls]] = (
     weakref.WeakKeyDictionary()
 )

@@ -1,6 +1,6 @@
-"""What integrations share: what a user gives one, and calls of modules that run in a ``with offload``.
+"""Shared by the integrations: the user's configuration, and calls of modules that run in ``with offload``.
 
-The calls are for frameworks that offer no place around forward.
+Frameworks without a hook around forward need the latter.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from eager_offload.torch_private.fsdp import wrapped_modules
 from eager_offload.torch_private.inductor import run_uncompiled
 from eager_offload.torch_private.memory import version_of
 
-#: An object of the user's own, a configuration, its fields (a file's), or nothing.
 Given: TypeAlias = Offload | OffloadConfig | Mapping[str, Any] | None
 
 
 def missing(extra: str, error: Exception) -> ImportError:
-    """What is raised where the framework of ``eager_offload.integrations.<extra>`` cannot be imported."""
+    """Returns the error to raise if the framework of ``eager_offload.integrations.<extra>`` cannot be imported."""
     return ImportError(
         f"eager_offload.integrations.{extra} needs {extra}, which cannot be imported here ({error}): "
         f"pip install 'eager_offload[{extra}]', or '.[{extra}]' in a checkout",
@@ -43,23 +42,22 @@ def missing(extra: str, error: Exception) -> ImportError:
 
 
 def put_everywhere(package: str, name: str, old: object, new: object) -> None:
-    """Replaces ``old`` in every module of ``package`` that has imported it as ``name`` by now."""
+    """Replaces ``old`` by ``new`` in every imported module of ``package`` that has it as ``name``."""
     for module, inside in list(sys.modules.items()):
         if module.startswith(f"{package}.") and vars(inside).get(name) is old:
             setattr(inside, name, new)
 
 
 def offload_from(given: Given, fields: Mapping[str, Any] | None = None) -> Offload:
-    """The :class:`~eager_offload.Offload` that an integration works with.
+    """Returns the :class:`~eager_offload.Offload` for an integration.
 
     Args:
-        given: an ``Offload``, taken as it is; an ``OffloadConfig``; a mapping of its fields, or ``None``: then the
-            ``EAGER_OFFLOAD_*`` variables say what the mapping does not.
-        fields: more fields, which come before all of that; one that is ``None`` is not given.
+        given: an ``Offload``, returned unchanged; an ``OffloadConfig``; or a mapping of its fields or ``None``, with
+            ``EAGER_OFFLOAD_*`` for fields that are absent.
+        fields: fields that override ``given``; fields that are ``None`` are ignored.
 
     Raises:
-        ConfigError: for anything else, a field that does not exist, or fields beside an ``Offload``, which has its own;
-            ``enabled`` alone may stand there.
+        ConfigError: for another type, an unknown field, or fields other than ``enabled`` together with an ``Offload``.
     """
     fields = {name: value for name, value in (fields or {}).items() if value is not None or name not in FIELDS}
     if not isinstance(given, Offload):
@@ -75,13 +73,13 @@ def offload_from(given: Given, fields: Mapping[str, Any] | None = None) -> Offlo
     return given if fields.get("enabled", True) else Offload(given.config, **fields)
 
 
-#: So many steps in which nothing was seen are one warning, and patterns that have matched nothing are warned of after
-#: so many backwards: by then other models were called too.
+#: Warn after this many steps without saved tensors, and of unmatched patterns after this many backwards: by then each
+#: model of the script was called.
 _LOOKED_AT = 3
 
 
 def is_training(module: nn.Module) -> bool:
-    """Whether a forward of ``module`` is one that a backward may follow."""
+    """Returns whether a backward may follow a forward of ``module``."""
     return module.training and torch.is_grad_enabled()
 
 
@@ -92,16 +90,16 @@ _NOT_TRACED = (
 
 
 class OffloadedCalls:
-    """From now on, calls of ``module`` run in ``with offload``, until :meth:`remove`.
+    """Runs calls of ``module`` in ``with offload`` until :meth:`remove`.
 
     Warns once, with the reason, after three backwards that gave parameters of ``module`` a gradient while ``offload``
-    saw nothing.
+    saw no saved tensor.
 
     Args:
-        module: the outermost of the model's wrappers: what ``DistributedDataParallel``, ``fully_shard`` or
-            ``torch.compile`` returned. A module inside of one that is compiled with ``fullgraph=True`` does not work.
-        offload: whose context is entered.
-        when: asked at each call for which :func:`is_training` holds; nothing moves in others.
+        module: the model's outermost wrapper, as ``DistributedDataParallel``, ``fully_shard`` or ``torch.compile``
+            returned it. It must not be inside of a module compiled with ``fullgraph=True``.
+        offload: the context to enter.
+        when: returns whether to offload a call; called only if :func:`is_training` holds.
         instead: the end of the warning: another way to offload.
         first: plans the first of these calls.
 
@@ -124,18 +122,17 @@ class OffloadedCalls:
                 "offloaded. Start one process for each device (`torchrun`, `accelerate launch`), or show the process "
                 "one device alone (CUDA_VISIBLE_DEVICES)"
             )
-        self._module = called = weakref.ref(module)  # or a module would hold itself
+        self._module = called = weakref.ref(module)  # `module` holds `around`, which must not hold `module`
         self._offload, self._instead, self._first = offload, instead, first
         self.is_first = first is not None
         self._saved_before = offload.stats().saved_tensors
-        #: Steps in which nothing was seen.
-        self._unseen = 0
+        self._unseen = 0  # steps without saved tensors
         self._is_offloaded = self._is_in_eval_mode = False
         process = os.getpid()
 
         def offloaded(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
             module = called()
-            assert module is not None  # it is what is being called
+            assert module is not None  # its call is running
             if os.getpid() != process:
                 warn_once("forked", FORKED.format(where="after its parent had prepared this model"))
                 return call(*arguments, **named)
@@ -147,7 +144,7 @@ class OffloadedCalls:
             with offload:
                 return call(*arguments, **named)
 
-        # The compiler is to look at what is called, and not at the `with` around it.
+        # torch.compile traces the module's forward, but not the `with` around it.
         unseen = torch.compiler.disable(offloaded, recursive=False, reason=_NOT_TRACED)  # type: ignore[no-untyped-call]
         for method in (Offload.__enter__, Offload.__exit__, FirstBatch.begin):
             run_uncompiled(method)
@@ -155,35 +152,35 @@ class OffloadedCalls:
         def around(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
             module = called()
             if module is None or not is_training(module):
-                if not torch.compiler.is_compiling():  # a graph has no place for what is noted
+                if not torch.compiler.is_compiling():  # a graph cannot contain this side effect
                     self._is_in_eval_mode |= torch.is_grad_enabled()
                 return call(*arguments, **named)
             return unseen(call, arguments, named)
 
-        # Held by the module alone: what `module.compile()` left there, which it goes on to call, holds the module.
+        # Weak, or the module would never be freed: the call holds the one that `module.compile()` made, which holds it.
         self._call = weakref.ref(ModuleCall.begin(module, around))
         show_to_compilers()
         watch.put_on()
         watch.watching.add(self)
 
     def remove(self) -> None:
-        """Calls the module as before. Idempotent."""
+        """Restores the module's calls. Idempotent."""
         watch.watching.discard(self)
         if (call := self._call()) is not None:
             call.end()
         if self._first is not None:
             self._first.end()
 
-    # -- steps in which nothing is seen ---------------------------------------------------------------------------
+    # -- steps without saved tensors ------------------------------------------------------------------------------
 
     def before_backward(self) -> list[tuple[int, int]]:
-        """Returns which gradients the parameters have, for ``after_backward`` to compare."""
+        """Returns the identities and versions of the parameters' gradients, for :meth:`after_backward`."""
         module = self._module()
         gradients = [] if module is None else [one.grad for one in module.parameters()]
         return [(id(one), version_of(one)) for one in gradients if one is not None]
 
     def after_backward(self, before: list[tuple[int, int]]) -> None:
-        """Counts a step in which nothing was seen; the first one in which something was seen is the last to look at."""
+        """Counts a training step without saved tensors. Stops watching after the first step that had any."""
         if self._is_offloaded or self._offload.stats().saved_tensors != self._saved_before:
             watch.watching.discard(self)
             self._unseen = 0
@@ -194,7 +191,7 @@ class OffloadedCalls:
                 self.warn_if_unseen()
 
     def warn_if_unseen(self) -> None:
-        """Warns, with the reason, if the module has trained and nothing was seen."""
+        """Warns, with the reason, if the module has trained without saved tensors."""
         if self._unseen and (module := self._module()) is not None:
             self._offload.warn_if_nothing_moved(because=f"{self._why(module)}, or {self._instead}")
 
@@ -217,11 +214,11 @@ class OffloadedCalls:
         )
 
 
-def warn_of_what_hides(model: nn.Module, instead: str) -> None:
-    """Warns of modules that torch's ``offload_wrapper`` stands around: the innermost hooks alone see a saved tensor.
+def warn_of_hiding_wrappers(model: nn.Module, instead: str) -> None:
+    """Warns of modules inside of torch's ``offload_wrapper``: only the innermost hooks see a saved tensor.
 
-    Those that are checkpointed and no more hide nothing: what is kept of them, their inputs, is offloaded. ``instead``
-    says how it is left out in the caller's framework.
+    Checkpointing without that wrapper hides nothing: the inputs of checkpointed modules are offloaded. ``instead`` says
+    how to remove the wrapper in the caller's framework.
     """
     if names := wrapped_modules(model, "OffloadWrapper"):
         warn(
@@ -235,17 +232,16 @@ def warn_of_what_hides(model: nn.Module, instead: str) -> None:
 def offload_modules(
     offload: Offload, calls: Counter[str] | None = None, first: FirstBatch | None = None
 ) -> Iterator[None]:
-    """Runs calls of outermost modules in training mode in a ``with offload``, while it is entered.
+    """While entered, runs outermost calls of modules in training mode in ``with offload``.
 
-    A call is outermost if no saved-tensor hooks are in force. Inside such a call ours are; hooks of the script or of a
-    framework, an ``Offload`` among them, take precedence. Recomputation in backward belongs to the hooks of torch's
-    checkpointing.
+    A call is outermost if no saved-tensor hooks are active. Hooks of the script or of a framework, another ``Offload``
+    among them, take precedence. Recomputation in backward is left to the hooks of torch's checkpointing.
 
     Args:
-        offload: whose context is entered.
-        calls: is given the number of outermost calls by what became of them: ``"offloaded"``, ``"in eval mode"``,
-            ``"without gradients"`` or ``"under hooks"``; and of ``"backwards"``.
-        first: plans the first of these calls that is the model's.
+        offload: the context to enter.
+        calls: counts the outermost calls that were ``"offloaded"``, ``"in eval mode"``, ``"without gradients"`` or
+            ``"under hooks"``, and ``"backwards"``.
+        first: plans the first of these calls that calls the model.
     """
     calls = Counter() if calls is None else calls
 
@@ -276,7 +272,7 @@ def offload_modules(
 
         return call
 
-    # torch's global hooks of modules cannot put a context around a call.
+    # Patch the class: torch's global module hooks cannot surround a call with a context.
     patch, before = Patch(nn.Module, "__call__", around), contexts.process.backwards
     watch.put_on()
     patch.put_on()
@@ -288,7 +284,7 @@ def offload_modules(
 
 
 def around_step(offload: Offload, first: FirstBatch | None) -> AbstractContextManager[object]:
-    """Returns the context of a training step: ``offload``, or until ``first`` has planned a call the calls in it."""
+    """Returns the context of a training step: ``offload``, or :func:`offload_modules` until ``first`` has a plan."""
     if first is None:
         return offload
     first.count_step()

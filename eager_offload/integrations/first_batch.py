@@ -1,4 +1,4 @@
-"""A first batch that is planned, for integrations."""
+"""``recompute=True`` of the integrations: plans the first batch and trains by that plan."""
 
 from __future__ import annotations
 
@@ -23,33 +23,32 @@ from eager_offload.torch_private import Patch
 from eager_offload.torch_private.fsdp import wrapped_modules
 from eager_offload.torch_private.memory import tree_iter
 
-#: Optimizers whose states a step without numbers does not tell: those of AdamW count for them.
+#: The states of these optimizers are unknown before a step with real gradients; AdamW's are assumed.
 _UNTRIED = (torch.optim.LBFGS, torch.optim.SparseAdam)
-#: Parameters that may be given by name.
 _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-#: After so many calls a line says what came of a plan; after so many steps without one, that there is none.
+#: Calls until measurements are printed beside the plan's figures, and steps without a plan until a warning.
 _TOLD, _LOOKED_AT = 5, 3
 
 
 class FirstBatch:
-    """Plans the first call of a model in training, whose ``offload`` and blocks go by that plan until :meth:`end`.
+    """Plans the first training call of a model and applies the plan to the model and ``offload`` until :meth:`end`.
 
     Args:
-        offload: its configuration is what the plan is for.
-        switch: how checkpointing of the framework's own is switched off.
+        offload: the ``Offload`` whose configuration the plan is made for.
+        switch: for errors: how to switch off the framework's own checkpointing.
 
     Raises:
-        ConfigError: ``offload`` has ``policy="free"``.
+        ConfigError: if ``offload`` has ``policy="free"``.
     """
 
     def __init__(self, offload: Offload, switch: str) -> None:
         self._offload, self._switch = offload, switch
-        #: As it was given: that of ``offload`` becomes the plan's.
+        #: The user's configuration. ``offload.config`` becomes the plan's.
         self.config = offload.config
-        #: If one of torch's trains the model, its states count; otherwise those of AdamW.
+        #: Optimizers that train the model. The plan counts the states of a torch optimizer, or assumes AdamW's.
         self.optimizers: Collection[Any] = ()
         self.accumulation = 1
-        #: The elements that are trained in the modules of the first step, and how many backwards had begun by then.
+        #: Trainable elements of each module called in the first step, and the number of backwards begun before it.
         self._met = weakref.WeakKeyDictionary[nn.Module, int]()
         self._backwards = 0
         self._applied: ExitStack | None = None
@@ -60,10 +59,10 @@ class FirstBatch:
 
     @classmethod
     def wanted(cls, recompute: bool, given: object, offload: Offload, switch: str) -> FirstBatch | None:
-        """Returns one where ``recompute`` asks for it, and ``offload`` is switched on.
+        """Returns a ``FirstBatch`` if ``recompute`` is true and ``offload`` enabled, otherwise ``None``.
 
         Raises:
-            ConfigError: ``given`` is an ``Offload`` of the user's own, besides the error of the class.
+            ConfigError: if ``given`` is an ``Offload``, or ``recompute`` is not a ``bool``.
         """
         if type(recompute) is not bool:
             raise ConfigError(f"recompute={recompute!r} is not accepted: recompute takes True or False")
@@ -80,7 +79,7 @@ class FirstBatch:
 
     @contextmanager
     def noting_optimizers(self) -> Iterator[None]:
-        """Learns of optimizers that are made while it is entered."""
+        """While entered, adds each new optimizer to ``optimizers``."""
 
         def noting(add: Callable[..., Any]) -> Callable[..., Any]:
             def noted(optimizer: Any, *arguments: Any, **named: Any) -> Any:
@@ -98,7 +97,7 @@ class FirstBatch:
             patch.take_off()
 
     def count_step(self) -> None:
-        """Notes that a training step begins; warns after the first ones if none of their calls was planned."""
+        """Counts a training step. Warns once if no call of the first three was planned."""
         self._count()
         if self._calls > _LOOKED_AT and not self.is_planned:
             self._applied = ExitStack()
@@ -108,10 +107,11 @@ class FirstBatch:
             )
 
     def is_the_model(self, module: nn.Module) -> bool:
-        """Whether ``module``, one of several that a step calls, is the one to plan.
+        """Returns whether to plan ``module``, one of several that a step calls.
 
-        It has at least half of the elements that the optimizers train. If no module has, or no optimizer is known, it
-        is the one with the most of the first step, from the next step on: a small one may be called before the model.
+        1. If ``module`` has at least half of the elements that the optimizers train, it is the model.
+        2. Otherwise, or if no optimizer is known, the model is the module of the first step with the most trainable
+           elements. It is planned in the second step, because smaller modules may be called before it.
         """
         if self.is_planned:
             return True
@@ -127,7 +127,7 @@ class FirstBatch:
         return self._backwards != backwards and self._met.get(module) == max(self._met.values())
 
     def begin(self, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Notes that a training call of the model begins, outside of every ``with offload``; the first is planned."""
+        """Counts a training call of the model, which is not inside of a ``with offload``, and plans the first one."""
         if self.is_planned:
             if self._planned is None or self._planned() is modules_by_name(module)[""]:
                 self._count()
@@ -149,11 +149,13 @@ class FirstBatch:
             self.plan(module, {**{one.name: given for one, given in zip(parameters, arguments, strict=False)}, **named})
 
     def plan(self, module: nn.Module, inputs: object) -> None:
-        """Plans a step of ``module`` with ``inputs``, and has it computed again by that; all ranks together.
+        """Plans a step of ``module`` with ``inputs`` and checkpoints the modules that the plan selects.
+
+        All ranks must call it together.
 
         Raises:
-            ConfigError: ``module`` is checkpointed already.
-            PlanError: it cannot be planned.
+            ConfigError: if ``module`` is checkpointed already.
+            PlanError: if the step cannot be planned.
         """
         self.refuse_checkpointing(module)
         model = modules_by_name(module)[""]
@@ -208,7 +210,7 @@ class FirstBatch:
             )
 
     def end(self) -> None:
-        """Takes the checkpoints off, and plans anew at the next call. Idempotent."""
+        """Removes the plan's checkpoints. The next call is planned again. Idempotent."""
         applied, calls = self._applied, self._calls
         self._applied, self._planned, self._calls = None, None, 0
         self._met.clear()
@@ -237,7 +239,7 @@ def _say(line: str) -> None:
 
 
 def _loss_of(returned: Any) -> Any:
-    """Makes a loss of what any model returns: its own, or the sum of what has gradients."""
+    """Returns the model's own loss, or else the sum of all returned tensors that require gradients."""
     found = own_loss(returned)
     if isinstance(found, Tensor) and found.requires_grad:
         return found

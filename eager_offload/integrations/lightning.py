@@ -24,7 +24,7 @@ from typing import Any, Unpack
 from eager_offload import ConfigError, Offload
 from eager_offload.config import OffloadFields
 from eager_offload.errors import tell
-from eager_offload.integrations.calls import Given, around_step, missing, offload_from, warn_of_what_hides
+from eager_offload.integrations.calls import Given, around_step, missing, offload_from, warn_of_hiding_wrappers
 from eager_offload.integrations.first_batch import FirstBatch
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 from eager_offload.tiers import limits
@@ -138,7 +138,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._patches:
-            warn_of_what_hides(pl_module, "`activation_checkpointing_policy` of FSDPStrategy does without it")
+            warn_of_hiding_wrappers(pl_module, "`activation_checkpointing_policy` of FSDPStrategy does without it")
             if self._first is not None:
                 self._first.refuse_checkpointing(pl_module)
                 self._first.optimizers = trainer.optimizers

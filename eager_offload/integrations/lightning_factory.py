@@ -1,4 +1,4 @@
-"""What Lightning asks when a ``Trainer`` is made: the entry points ``*.callbacks_factory``. Imports no Lightning."""
+"""Entry point ``*.callbacks_factory``, which Lightning calls for each new ``Trainer``. Does not import Lightning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from eager_offload.config import switched_on
 
 
 def callbacks() -> list[Any]:
-    """Where ``EAGER_OFFLOAD=1`` an ``OffloadCallback`` that the ``EAGER_OFFLOAD_*`` variables configure; else none."""
+    """Returns an ``OffloadCallback`` configured by ``EAGER_OFFLOAD_*`` if ``EAGER_OFFLOAD=1``; otherwise nothing."""
     if not switched_on(False):
         return []
     from eager_offload.integrations.lightning import CallbackFromEnvironment

@@ -1,9 +1,9 @@
-"""torchtitan: a trainer with a field ``offload`` in its config. In a config registry of your own,
+"""A torchtitan trainer with a field ``offload`` in its config. Add to your config registry
 
     def my_llama3_8b():
         return OffloadTrainer.Config.of(llama3_8b())
 
-and then ``--config my_llama3_8b --offload.device_budget 60GiB --training.disable_cuda_graphs``.
+and train with ``--config my_llama3_8b --offload.device_budget 60GiB --training.disable_cuda_graphs``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ except ImportError as error:
 __all__ = ["OffloadTrainer"]
 
 
-class OffloadTrainer(Trainer):  # type: ignore[misc]  # Trainer is Any where torchtitan is not installed
-    """Offloads what training saves, in pipelines too, and not what validation saves; refuses CUDA graphs."""
+class OffloadTrainer(Trainer):  # type: ignore[misc]  # Trainer is Any if torchtitan is not installed
+    """Offloads tensors saved in training, also in pipelines, but not in validation. Refuses CUDA graphs."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):  # type: ignore[misc]  # likewise
@@ -34,7 +34,7 @@ class OffloadTrainer(Trainer):  # type: ignore[misc]  # Trainer is Any where tor
 
         @classmethod
         def of(cls, config: Any) -> OffloadTrainer.Config:
-            """Returns ``config``, a ``Trainer.Config``, with the field ``offload`` beside its own."""
+            """Returns a copy of ``config``, a ``Trainer.Config``, with the additional field ``offload``."""
             return cls(**{one.name: getattr(config, one.name) for one in fields(config) if one.init})
 
     def __init__(self, config: Config) -> None:
@@ -49,7 +49,7 @@ class OffloadTrainer(Trainer):  # type: ignore[misc]  # Trainer is Any where tor
             with inner(), self.offload:
                 yield
 
-        self.train_context = train_context  # the validator has been given the one from before
+        self.train_context = train_context  # the validator already holds the original context
 
     def close(self) -> None:
         try:

@@ -1,5 +1,7 @@
-"""verl: ``actor_rollout_ref.model.external_lib=eager_offload.integrations.verl``, and its own switch,
-``actor_rollout_ref.model.enable_activation_offload=True``, has this library underneath.
+"""Replaces verl's activation offloading. Set both
+
+    actor_rollout_ref.model.external_lib=eager_offload.integrations.verl
+    actor_rollout_ref.model.enable_activation_offload=True
 
 verl imports this module before it builds a model. Settings come from ``EAGER_OFFLOAD_*``.
 """
@@ -21,17 +23,19 @@ except ImportError as error:
 __all__ = ["enable_activation_offloading"]
 
 _NAME = "enable_activation_offloading"
-#: By model, what its calls run in; a further call for the same model changes nothing.
+#: The ``Offload`` and the wrapped calls of each model.
 _calls: weakref.WeakKeyDictionary[nn.Module, tuple[Offload, OffloadedCalls]] = weakref.WeakKeyDictionary()
 
 
 def enable_activation_offloading(model: nn.Module, strategy: str, enable_ckpt: bool = False) -> Offload:
-    """Has training calls of ``model`` offload, in place of verl's function of this name, and returns the ``Offload``.
+    """Makes training calls of ``model`` offload and returns the ``Offload``. Replaces verl's function of this name.
+
+    A second call with the same model changes nothing.
 
     Args:
-        model: as the engine has wrapped it.
-        strategy: any; verl's own takes ``"fsdp"`` and ``"fsdp2"``.
-        enable_ckpt: changes nothing: checkpointing stays as the model has it, and its inputs move.
+        model: the module as verl's engine wrapped it.
+        strategy: ignored; verl's own function takes ``"fsdp"`` and ``"fsdp2"``.
+        enable_ckpt: ignored; if the model checkpoints blocks, their inputs move.
     """
     if model not in _calls:
         offload = offload_from(None)

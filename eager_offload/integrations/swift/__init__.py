@@ -1,10 +1,10 @@
-"""ms-swift: an entry in its table of callbacks.
+"""Adds ``eager_offload`` to ms-swift's callbacks.
 
     plugin=$(python -c "from importlib.util import find_spec as f; print(f('eager_offload.integrations.swift').origin)")
     swift sft ... --external_plugins $plugin --callbacks eager_offload
 
-Settings come from ``EAGER_OFFLOAD_*``. ms-swift puts the folder of the file in front of ``sys.path``: this one is a
-folder of its own, since one that holds ``trl.py`` too would hide TRL.
+Settings come from ``EAGER_OFFLOAD_*``. ms-swift prepends the plugin's folder to ``sys.path``, so this module has a
+folder of its own: next to ``trl.py`` it would hide TRL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["OffloadCallback"]
 
 
 class OffloadCallback(OffloadTrainerCallback):
-    """An :class:`~eager_offload.integrations.transformers.OffloadTrainerCallback`, made as ms-swift makes callbacks."""
+    """:class:`~eager_offload.integrations.transformers.OffloadTrainerCallback` with the signature of ms-swift's."""
 
     def __init__(self, args: Any, trainer: Any) -> None:
         super().__init__()
