@@ -20,17 +20,17 @@ if TYPE_CHECKING:  # commands that only print rates do not import torch
 
 @dataclass(slots=True, unsafe_hash=True)
 class Fence:
-    """A use of a slot's bytes, which may be overwritten once ``event`` has completed. Never modified.
+    """A use of a slot's bytes, which may be overwritten once ``event`` has completed. Immutable by convention.
 
-    A fence keeps the runtime that can query its event, since a slot may outlive all other records of the transfer. Not
-    a frozen dataclass, because every copy makes a fence and frozen ones take three times as long to make.
+    Keeps the runtime that can query the event, since a slot may outlive all other records of the transfer. Not frozen,
+    because every copy makes a fence and a frozen dataclass takes three times as long to make.
     """
 
     runtime: _Judge
     event: Hashable
 
     def passed(self) -> bool:
-        """Returns whether the event has completed; never blocks."""
+        """Returns whether the event has completed, without waiting."""
         return self.runtime.query(self.event)
 
 
@@ -52,9 +52,9 @@ class Slot(abc.ABC):
     """Room for ``nbytes`` bytes in a tier.
 
     [Note: slots give themselves back]
-    A slot lives as long as references to the slot: from the saved storage whose bytes it holds, and from the transfer
-    that writes or reads it. After the last reference, the slot's record (range and fences) is appended to a ``deque``
-    of the tier; see [Note: finalizers] in ``forking.py``. The tier frees the range at the next call.
+    The saved storage and the transfers of a slot's bytes hold references to the slot. When the last one goes, the
+    slot's record (range and fences) is appended to a ``deque`` of the tier: see [Note: finalizers] in ``forking.py``.
+    The tier frees the range at the next call.
     """
 
     tier: ClassVar[str]
@@ -71,8 +71,8 @@ class Slot(abc.ABC):
     def fences(self) -> tuple[Fence, ...]:
         """Uses that have to complete before the bytes may be overwritten.
 
-        A new slot inherits the fences of its range; each transfer of the slot adds its own. The fence of a write is
-        removed once the host knows that the write has completed.
+        A new slot inherits the fences of its range, and each transfer adds one. The fence of a write is removed when
+        the host knows that the write has completed.
         """
         return self.record.fences
 
@@ -82,10 +82,7 @@ class Slot(abc.ABC):
 
     @abc.abstractmethod
     def write(self, source: Tensor) -> None:
-        """Copies ``source`` into the slot. Blocks until the copy is done.
-
-        Args:
-            source: a flat ``uint8`` CPU tensor of ``nbytes`` elements, at any address.
+        """Copies ``source``, a flat ``uint8`` CPU tensor of ``nbytes`` elements, into the slot, and waits for the copy.
 
         Raises:
             TransferError: the write failed; the slot's content is undefined.
@@ -93,10 +90,7 @@ class Slot(abc.ABC):
 
     @abc.abstractmethod
     def read(self, target: Tensor) -> None:
-        """Copies the slot into ``target``. Blocks until the copy is done.
-
-        Args:
-            target: a flat ``uint8`` CPU tensor of ``nbytes`` elements, at any address.
+        """Copies the slot into ``target``, a flat ``uint8`` CPU tensor of ``nbytes`` elements, and waits for the copy.
 
         Raises:
             TransferError: the read failed.
@@ -147,11 +141,7 @@ class Tier(abc.ABC):
         """The reason why the last ``reserve`` found no room."""
 
     def take(self, nbytes: int) -> Shortage | None:
-        """Takes memory for slots of ``nbytes`` bytes in all from the system now; living slots count.
-
-        Returns:
-            The reason why the tier has less than that, or ``None``.
-        """
+        """Takes memory until the tier has ``nbytes`` bytes in all. Returns why the tier has less, or ``None``."""
         raise NotImplementedError(f"the {self.name} tier takes nothing before it is needed")
 
     @abc.abstractmethod
@@ -159,7 +149,7 @@ class Tier(abc.ABC):
         """Warns of assumptions and excesses of ``reserve``, except those already in ``said``; see ``warn_once``."""
 
     def release_idle(self) -> None:  # noqa: B027  # most tiers keep no idle memory
-        """Frees idle memory if the machine is short of memory. Called when a forward begins, and usually cheap."""
+        """Frees idle memory if the machine is short of memory. Called when a forward begins."""
 
     @property
     @abc.abstractmethod
@@ -178,7 +168,7 @@ class Tier(abc.ABC):
 
     @property
     def written_bytes(self) -> int:
-        """Bytes written to disks by this process so far; 0 for a tier in memory."""
+        """Bytes written to disk so far."""
         return 0
 
     @abc.abstractmethod

@@ -51,7 +51,7 @@ _MEASURING_SECONDS = 0.8
 
 
 class DiskSlot(Slot):
-    """A range of a spill file. Keeps the file open."""
+    """A range of a spill file, which stays open as long as the slot lives."""
 
     tier: ClassVar[str] = "disk"
     __slots__ = ("_checksum", "_file", "_start", "_verify")
@@ -69,8 +69,8 @@ class DiskSlot(Slot):
     def write(self, source: Tensor) -> None:
         assert source.numel() == self.nbytes
         if self._verify:
-            # The program may write to other views of the storage meanwhile (e.g. the gates of a GRU), so take the
-            # checksum of a copy, and write the same copy.
+            # The program may write to other views of the storage during the transfer (e.g. the gates of a GRU). Write
+            # the same copy that the checksum covers.
             copy = anonymous_slab(source.numel())
             move_if_there(copy.data_ptr(), source.data_ptr(), source.numel())
             source, self._checksum = copy, _checksum(copy)
@@ -207,7 +207,7 @@ class DiskTier(Tier):
             return self._take(nbytes)
 
     def _take(self, nbytes: int) -> DiskSlot | None:
-        """Returns a slot, or ``None`` if the budget has no room. Called with the lock held.
+        """Returns a slot, or ``None`` if the budget has no room.
 
         Raises:
             MustGrow: the file has to grow first; with the file and the smallest and largest growth in bytes.

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class FinalizerRecord(weakref.ref[T]):
-    """A weak reference with data for use after its object has died; see [Note: finalizers]."""
+    """A weak reference with data about a dead object; see [Note: finalizers]."""
 
     __slots__ = ()
     # By identity: weak references compare and hash their objects, which may be dead or unhashable.
@@ -125,10 +125,9 @@ def reentrant_lock() -> ReentrantLock:
 
 
 class ForkSafeLock:
-    """Holds a reentrant ``lock``, which is replaced in a forked child, as a thread of the parent may have held it.
+    """Holds a reentrant ``lock``, replaced in a forked child because a thread of the parent may have held the lock.
 
-    Use ``with x.lock:``. A ``with`` on a Python class would leave the lock held for ever if an interrupt hit on the way
-    into ``__exit__``.
+    Not a context manager itself: an interrupt on the way into a Python ``__exit__`` would leave the lock held for ever.
 
     [Note: reentry]
     A signal handler, a ``__del__`` or a callback of the garbage collector may interrupt a thread that holds a lock, and
@@ -153,12 +152,13 @@ class ForkSafeLock:
         self.lock = reentrant_lock()
 
     def is_held(self) -> bool:
-        """Returns whether the calling thread holds the lock; see [Note: reentry]."""
+        """Returns whether the calling thread holds the lock."""
         return self.lock._is_owned()
 
 
 class OwnThread(threading.Thread):
-    """A daemon thread of the library. Garbage collection in it must not call the library and so wait for the thread."""
+    """A daemon thread of the library. The library refuses calls from callbacks of the garbage collector on this thread,
+    since they would wait for the thread itself: see ``can_begin_nothing``."""
 
     def __init__(self, target: Callable[[], None], name: str) -> None:
         super().__init__(target=target, name=name, daemon=True)

@@ -199,11 +199,9 @@ class Trim:
         return self._trim is not None and not _is_released
 
     def begin(self, setting: bool | str, resident: Callable[[], int]) -> None:
-        """Trims the heap for the first time, and enables ``look``. Does nothing at later calls.
+        """Trims the heap and enables ``look`` if ``setting`` (of ``OffloadConfig.release_freed_memory``) says so.
 
-        Args:
-            setting: the field ``release_freed_memory`` of a config.
-            resident: returns the resident bytes of the process.
+        Does nothing at later calls.
         """
         wanted = keeps_freed_memory() if setting == "auto" else setting
         if not wanted or self._trim is not None or _is_released:
@@ -216,7 +214,7 @@ class Trim:
         self._level = resident()
 
     def look(self, resident: Callable[[], int], now: int) -> None:
-        """Trims the heap if the process, with ``now`` resident bytes, has grown enough since the last trim."""
+        """Trims the heap if ``now``, the resident bytes of the process, exceeds the level after trims by enough."""
         if not self.is_on or now <= self._level + max(_LEAST, self._level // _PART):
             return
         if self._trim is not None and self._trimming.acquire(blocking=False):
