@@ -1,4 +1,4 @@
-"""Which version of the library this is, and whether something is as it was; nothing is imported to say the first."""
+"""The version of the library, and digests. Imports nothing at load time, so that the version is cheap to read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ VERSION = "0.2.0"
 
 
 def digest(*parts: str | bytes) -> str:
-    """Returns the SHA-256 of ``parts`` in hexadecimal, by which other parts are told apart."""
+    """Returns the SHA-256 of ``parts`` in hexadecimal; different lists of parts have different digests."""
     from hashlib import sha256
 
     found = sha256()

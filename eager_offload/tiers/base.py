@@ -1,5 +1,4 @@
-"""What a tier is: bytes that rest somewhere, named by slots that give themselves back, and the ranges of slabs that
-slots are cut from."""
+"""Tiers, their slots, and the free ranges of slabs from which slots are cut."""
 
 from __future__ import annotations
 
@@ -15,39 +14,37 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 
 from eager_offload.tiers.forking import FinalizerRecord
 
-if TYPE_CHECKING:  # a command that prints rates does without torch
+if TYPE_CHECKING:  # commands that only print rates do not import torch
     from torch import Tensor
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class Fence:
-    """The last use of some bytes: they may be written again once ``event`` has completed. It never changes.
+    """A use of a slot's bytes, which may be overwritten once ``event`` has completed. Immutable by convention.
 
-    The event and the runtime that can judge it travel together, since a slot may outlive every other
-    trace of the transfer. There is one for each copy, and what is frozen takes three times as long to make.
+    Keeps the runtime that can query the event, since a slot may outlive all other records of the transfer. Not frozen,
+    because every copy makes a fence and a frozen dataclass takes three times as long to make.
     """
 
     runtime: _Judge
     event: Hashable
 
     def passed(self) -> bool:
-        """Returns whether the event has completed; never blocks."""
+        """Returns whether the event has completed, without waiting."""
         return self.runtime.query(self.event)
 
 
 class _Judge(Protocol):
-    """The part of a runtime that a fence needs."""
-
     def query(self, event: Hashable) -> bool: ...
 
 
 class SlotRecord(FinalizerRecord["Slot"]):
-    """What a slot leaves behind."""
+    """The data of a slot that outlive the slot."""
 
     __slots__ = ("fences", "nbytes", "range")
     fences: tuple[Fence, ...]
     nbytes: int
-    #: Where it was, for a tier that cuts its slots from slabs.
+    #: The slot's range, in tiers that cut slots from slabs.
     range: Range[Any]
 
 
@@ -55,13 +52,13 @@ class Slot(abc.ABC):
     """Room for ``nbytes`` bytes in a tier.
 
     [Note: slots give themselves back]
-    A slot is owned by references alone: the saved storage whose bytes it holds, and the transfer that is writing
-    or reading it. When the last one goes, its record, which knows range and fences, lands in a ``deque`` of the tier;
-    see [Note: finalizers] in ``forking.py``. The tier takes the range back when the next slot is reserved.
+    The saved storage and the transfers of a slot's bytes hold references to the slot. When the last one goes, the
+    slot's record (range and fences) is appended to a ``deque`` of the tier: see [Note: finalizers] in ``forking.py``.
+    The tier frees the range at the next call.
     """
 
     tier: ClassVar[str]
-    #: Whether ``write`` takes a storage as well, whose first bytes are meant.
+    #: Whether ``write`` also takes a storage, of which it copies the first ``nbytes`` bytes.
     writes_storages: ClassVar[bool] = False
     __slots__ = ("__weakref__", "nbytes", "record")
 
@@ -72,10 +69,10 @@ class Slot(abc.ABC):
 
     @property
     def fences(self) -> tuple[Fence, ...]:
-        """Uses of these bytes that have to be over before they are written again.
+        """Uses that have to complete before the bytes may be overwritten.
 
-        A new slot carries those of the range's last owner; each transfer that touches the slot adds its own. That of a
-        write goes once the host knows that it is over.
+        A new slot inherits the fences of its range, and each transfer adds one. The fence of a write is removed when
+        the host knows that the write has completed.
         """
         return self.record.fences
 
@@ -85,94 +82,84 @@ class Slot(abc.ABC):
 
     @abc.abstractmethod
     def write(self, source: Tensor) -> None:
-        """Copies ``source`` into the slot and returns when it is there.
-
-        Args:
-            source: a flat ``uint8`` CPU tensor of ``nbytes`` elements, at any address.
+        """Copies ``source``, a flat ``uint8`` CPU tensor of ``nbytes`` elements, into the slot, and waits for the copy.
 
         Raises:
-            TransferError: the bytes did not arrive; the slot's content is undefined.
+            TransferError: the write failed; the slot's content is undefined.
         """
 
     @abc.abstractmethod
     def read(self, target: Tensor) -> None:
-        """Copies the slot into ``target`` and returns when it is there.
-
-        Args:
-            target: a flat ``uint8`` CPU tensor of ``nbytes`` elements, at any address.
+        """Copies the slot into ``target``, a flat ``uint8`` CPU tensor of ``nbytes`` elements, and waits for the copy.
 
         Raises:
-            TransferError: the bytes did not come back.
-            CorruptionError: they came back changed (only with ``verify=True``).
+            TransferError: the read failed.
+            CorruptionError: the bytes have changed (only with ``verify=True``).
         """
 
     @abc.abstractmethod
     def memory(self) -> memoryview:
-        """Returns the slot's bytes as memory that keeps the slot. It takes none of its own until it is read.
+        """Returns a view of the slot's bytes that keeps the slot alive. Bytes on disk are loaded when they are read.
 
         Raises:
-            MemoryError: the system has no room for it among the process's addresses.
+            MemoryError: the system refused to map the bytes.
         """
 
 
 class Shortage(NamedTuple):
     """Why a tier has no room."""
 
-    #: A clause that says what binds, with numbers.
+    #: A clause that states the binding limit, with numbers.
     reason: str
-    #: What the user can do about it: a clause in the imperative.
+    #: A clause in the imperative that tells the user how to get more room.
     remedy: str
 
 
 class MustGrow(Exception):
-    """There is room once a tier has taken more memory from the system, or has made its file longer: by its ``args``."""
+    """A tier has to allocate memory or extend its file before it has room; ``args`` has the sizes."""
 
 
 class Tier(abc.ABC):
-    """A place where saved bytes rest, with a bound in bytes."""
+    """A store of saved bytes with a budget in bytes."""
 
     name: ClassVar[str]
 
     @abc.abstractmethod
     def reserve(self, nbytes: int) -> Slot | None:
-        """Returns room for ``nbytes`` bytes, or ``None`` where the budget or the machine has none.
+        """Returns a slot of ``nbytes`` bytes, or ``None`` if the budget or the machine has no room. Thread-safe.
 
-        Reserving comes before moving: once it has succeeded, only an I/O error can stop the bytes. Thread-safe.
+        Reserve before copying: after that, the copy can only fail by an I/O error.
         """
 
-    #: Does the same for a caller with a lock that others wait for: it takes nothing from the system, and raises
-    #: ``MustGrow`` where ``reserve`` would do that.
+    #: Like ``reserve``, for callers that hold a lock: raises ``MustGrow`` instead of taking memory or disk space from
+    #: the system, which is slow.
     at_hand: Callable[[int], Slot | None]
 
     @property
     @abc.abstractmethod
     def shortage(self) -> Shortage:
-        """Why ``reserve`` last found no room."""
+        """The reason why the last ``reserve`` found no room."""
 
     def take(self, nbytes: int) -> Shortage | None:
-        """Takes from the system now what slots of ``nbytes`` bytes in all need; those that there are count.
-
-        Returns:
-            Why it has less; ``None`` where it has as much.
-        """
+        """Takes memory until the tier has ``nbytes`` bytes in all. Returns why the tier has less, or ``None``."""
         raise NotImplementedError(f"the {self.name} tier takes nothing before it is needed")
 
     @abc.abstractmethod
     def warn(self, said: set[str]) -> None:
-        """Warns of what ``reserve`` has taken, unless ``said`` holds that; see ``warn_once``."""
+        """Warns of assumptions and excesses of ``reserve``, except those already in ``said``; see ``warn_once``."""
 
-    def release_idle(self) -> None:  # noqa: B027  # most tiers keep nothing idle that another program could use
-        """Gives idle memory back if the machine is short of it, as a forward begins. Cheap where nothing is to do."""
+    def release_idle(self) -> None:  # noqa: B027  # most tiers keep no idle memory
+        """Frees idle memory if the machine is short of memory. Called when a forward begins."""
 
     @property
     @abc.abstractmethod
     def used_bytes(self) -> int:
-        """Bytes in slots that are alive."""
+        """Bytes in living slots."""
 
     @property
     @abc.abstractmethod
     def held_bytes(self) -> int:
-        """Bytes that the tier holds from the system: slots, rounding and idle room."""
+        """Bytes taken from the system: slots, rounding and idle room."""
 
     @property
     @abc.abstractmethod
@@ -181,25 +168,25 @@ class Tier(abc.ABC):
 
     @property
     def written_bytes(self) -> int:
-        """Bytes that were written to disks so far; 0 for memory, which does not wear."""
+        """Bytes written to disk so far."""
         return 0
 
     @abc.abstractmethod
     def restart_peak(self) -> None:
-        """Starts measuring the peak anew, from what is in slots now."""
+        """Restarts the peak from the bytes that are in slots now."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Gives everything back to the system. Slots that are still alive keep working until they go. Idempotent."""
+        """Returns everything to the system. Living slots keep working until they die. Idempotent."""
 
 
-# -- which bytes are free ---------------------------------------------------------------------------------------------
+# -- free ranges ------------------------------------------------------------------------------------------------------
 
 _serial = itertools.count()
 
 
 class Slab:
-    """Bytes from the system, of which ranges are cut."""
+    """Bytes from the system, from which ranges are cut."""
 
     __slots__ = ("nbytes", "serial")
 
@@ -213,7 +200,7 @@ S = TypeVar("S", bound=Slab)
 
 @dataclass(slots=True, eq=False)
 class Range(Generic[S]):
-    """Bytes of a slab, with the earlier uses of them that may not be over yet; a slot has it, or ``Ranges``."""
+    """Consecutive bytes of a slab with their pending fences, owned by a slot or by ``Ranges``."""
 
     slab: S
     start: int
@@ -221,38 +208,37 @@ class Range(Generic[S]):
     fences: tuple[Fence, ...] = ()
 
 
-#: By slab and start, in C.
 _place = attrgetter("slab.serial", "start")
 
 
 class Ranges(Generic[S]):
-    """The free ranges of slabs. Not thread-safe: the lock of its owner guards it.
+    """The free ranges of slabs. Not thread-safe: guarded by the lock of the tier or pool.
 
     [Note: choosing a range]
-    A training step asks for the sizes of the step before. So a range that comes back is kept as it is, by size, with
-    the uses of it that may not be over. A request takes
+    A training step requests the sizes of the previous step. So returned ranges are kept by size, with the fences of
+    uses that may be pending. A request takes
 
-    1. the range of exactly its size that came back last: ``back[nbytes][-1]``;
-    2. else a part of the smallest free range that holds it and that nothing uses (the first of several);
-    3. else the same, once ranges that came back and whose uses are over have been joined with their neighbours;
-    4. else a part of the smallest range that is still in use: it waits for the uses of that range alone. If all were
-       joined first, one reload at the end of a long free range would hold up every offload into it;
-    5. else the same, once all that is free has been joined, whether it is in use or not.
+    1. the last returned range of exactly this size: ``back[nbytes][-1]``;
+    2. else a part of the smallest unused range that is large enough (the first of several);
+    3. else the same, after returned ranges without pending fences were joined with their neighbours;
+    4. else a part of the smallest range with pending fences. The new slot then waits for these fences alone. If all
+       ranges were joined first, one reload at the end of a long free range would delay every offload into the range;
+    5. else the same, after all free ranges were joined.
 
-    ``fit`` makes 2 to 5 a case of 1. The owner pops the range once its new owner is written down: until then an
-    interrupt could lose the uses of it.
+    ``fit`` reduces cases 2 to 5 to case 1. The caller pops the range after it has stored the record of the new slot:
+    otherwise an interrupt between the two could lose the fences.
     """
 
     __slots__ = ("_free", "back")
 
     def __init__(self) -> None:
-        #: What came back and was not joined yet, by size. The owner appends what comes back, and what is new.
+        #: Ranges not joined yet, by size. The owner appends returned and new ranges.
         self.back: defaultdict[int, list[Range[S]]] = defaultdict(list)
-        #: What nothing uses, in order: size, serial number of the slab, start.
+        #: Ranges without fences, sorted by size, serial number of the slab, and start.
         self._free: list[tuple[int, int, int, Range[S]]] = []
 
     def fit(self, nbytes: int) -> list[Range[S]]:
-        """Returns ``back[nbytes]``, where a range that was found for it is the last; empty if none is large enough."""
+        """Returns ``back[nbytes]`` after appending a range of that size; an empty list if none is large enough."""
         for joined in ("nothing", "what is at rest", "all"):
             if joined != "nothing":
                 self.join(used=joined == "all")
@@ -277,12 +263,12 @@ class Ranges(Generic[S]):
         return []
 
     def free_before(self, stop: int) -> int:
-        """Returns the bytes that are free right before ``stop`` of the only slab, where ``fit`` has found no range."""
+        """Returns the free bytes that end at ``stop`` of the only slab. Call after ``fit``, which has joined ranges."""
         free = [one for same in self.back.values() for one in same] + [one for *_, one in self._free]
         return max([one.nbytes for one in free if one.start + one.nbytes == stop], default=0)
 
     def withdraw(self, slab: S) -> bool:
-        """Takes out a slab that is free as a whole, if nothing uses it; after a ``join``."""
+        """Removes ``slab`` if all of it is free and without fences, and returns whether it was. Call after ``join``."""
         at = bisect_left(self._free, (slab.nbytes, slab.serial))
         if at == len(self._free) or self._free[at][:2] != (slab.nbytes, slab.serial):
             return False
@@ -290,13 +276,13 @@ class Ranges(Generic[S]):
         return True
 
     def join(self, *, used: bool = False) -> None:
-        """Joins what came back with its free neighbours, if its uses are over; or whether they are or not."""
+        """Joins returned ranges with their free neighbours; with ``used``, also ranges with pending fences."""
         left, found = defaultdict[int, list[Range[S]]](list), list[Range[S]]()
         for nbytes, same in self.back.items():
             for at, one in enumerate(same):
                 if one.fences and not used:
                     one.fences = pending(one.fences)
-                    if one.fences:  # later ones are in use for longer, and each question is a call of the driver
+                    if one.fences:  # later ranges are used longer, and each query calls the driver
                         left[nbytes] = same[at:]
                         break
                 found.append(one)
@@ -323,18 +309,18 @@ class Ranges(Generic[S]):
 
 
 def pending(fences: Iterable[Fence]) -> tuple[Fence, ...]:
-    """Returns the fences that have not passed, each once."""
+    """Returns the distinct fences that have not passed."""
     return tuple([fence for fence in dict.fromkeys(fences) if not fence.passed()])
 
 
-# -- how fast bytes travel ---------------------------------------------------------------------------------------------
+# -- rates of links ----------------------------------------------------------------------------------------------------
 
-#: How often a rate is measured, after a first time that is not counted: it loads kernels and touches memory.
+#: Number of measurements of a rate, after a warm-up that loads kernels and touches memory.
 TIMES = 5
 
 
 class Rate(NamedTuple):
-    """A rate by the second, as several short measurements find it: a single one may be 50 times too slow."""
+    """A rate per second from several short measurements, since a single one may be 50 times too slow."""
 
     median: float
     spread: float = 1.0
@@ -342,7 +328,7 @@ class Rate(NamedTuple):
 
     @classmethod
     def of(cls, amount: float, seconds: Sequence[float]) -> Rate:
-        """Returns the rate of work of ``amount`` that took ``seconds``, one number for each time."""
+        """Returns the rate from measurements of ``amount``, which took ``seconds``."""
         rates = [amount / max(one, 1e-9) for one in seconds]
         if len(rates) == 1:
             return cls(rates[0])
@@ -351,7 +337,7 @@ class Rate(NamedTuple):
 
 
 class LinkRates(NamedTuple):
-    """Bytes a second between a device and a tier, each way by itself."""
+    """Rates between a device and a tier in bytes per second, measured one direction at a time."""
 
     out: Rate
     back: Rate

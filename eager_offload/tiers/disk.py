@@ -1,9 +1,9 @@
-"""The disk tier: saved bytes in a spill file.
+"""The disk tier: stores saved bytes in a spill file.
 
-[Note: files that are left]
-Nothing more is cut from a file that is *left*: it closes with the last slot in it, which gives its room back. A new one
-takes its place when an interrupt came in the midst of a change (see [Note: retired slabs] in ``pool.py``), and in
-a forked child.
+[Note: retired files]
+No slot is cut from a *retired* file, which closes with its last slot and so frees its disk space. A new file replaces
+the old one if an interrupt hit in the middle of a change (see [Note: retired slabs] in ``pool.py``), and in a forked
+child.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from eager_offload.tiers.limits import disk_budget, disk_headroom, file_size_lim
 from eager_offload.tiers.memory import PAGE, anonymous_slab, mapped_file, move_if_there, round_up, view_of
 from eager_offload.tiers.spill import SpillFile
 
-#: Bytes that measuring moves each way at most, in pieces of a size that a large activation has; and for how long.
+#: Most bytes that ``measure`` moves each way, the size of a piece (a large activation), and the longest time each way.
 _MEASURED_BYTES, _MEASURED_PIECE = 64 << 20, 8 << 20
 _MEASURING_SECONDS = 0.8
 
 
 class DiskSlot(Slot):
-    """A range of a spill file, which it keeps open."""
+    """A range of a spill file, which stays open as long as the slot lives."""
 
     tier: ClassVar[str] = "disk"
     __slots__ = ("_checksum", "_file", "_start", "_verify")
@@ -69,8 +69,8 @@ class DiskSlot(Slot):
     def write(self, source: Tensor) -> None:
         assert source.numel() == self.nbytes
         if self._verify:
-            # Other views of a storage may be written while it leaves, as the gates of a GRU are: what is written to the
-            # disk has to be what the checksum is of.
+            # The program may write to other views of the storage during the transfer (e.g. the gates of a GRU). Write
+            # the same copy that the checksum covers.
             copy = anonymous_slab(source.numel())
             move_if_there(copy.data_ptr(), source.data_ptr(), source.numel())
             source, self._checksum = copy, _checksum(copy)
@@ -95,7 +95,8 @@ class DiskSlot(Slot):
             )
         try:
             (file.write if what == "write" else file.read)(tensor.data_ptr(), self.nbytes, self._start)
-        except (OSError, MemoryError) as error:  # whose frames hold the tensor
+        except (OSError, MemoryError) as error:
+            # Without its traceback, whose frames would keep the tensor alive.
             raise file.failed(what, self.nbytes, error) from error.with_traceback(None)
 
     def memory(self) -> memoryview:
@@ -107,27 +108,26 @@ def _checksum(tensor: Tensor) -> int:
 
 
 class DiskTier(Tier):
-    """Room on disk, up to ``budget`` bytes.
+    """Stores up to ``budget`` bytes in an unnamed file.
 
-    The file has no name, grows as room is asked for, and gives it back when the tier is closed and the last slot gone.
-    No disk is filled: see ``FLOOR_SHARE`` in ``spill.py``. After a fork the child has an empty tier with a file of its
-    own.
+    The file grows on demand, and its disk space is freed when the tier is closed and the last slot is gone. The disk is
+    never filled: see ``FLOOR_SHARE`` in ``spill.py``. After a fork the child has an empty tier with its own file.
 
     Args:
-        path: a directory for the file. ``None``: the first of the temporary, cache and working directories that is on a
+        path: directory of the file. ``None``: the first of the temporary, cache and working directories that is on a
             disk and has room.
-        budget: bytes, or ``None`` for a part of what is free on the disk of the directory.
-        given: ``budget`` as the user has written it, if that was a text: a shortage repeats it.
-        verify: whether to checksum what is written (CRC-32) and check it when it is read.
-        file_type: of the file; a test's makes other system calls.
+        budget: limit in bytes; ``None`` for a fraction of the free disk space.
+        given: ``budget`` as the user has written it, if that was a text, for messages.
+        verify: whether to checksum bytes when they are written (CRC-32) and compare when they are read.
+        file_type: class of the file; tests replace its system calls.
 
     Raises:
-        ConfigError: no such file can be made in ``path``.
+        ConfigError: no file can be made in ``path``.
         OSError: the process has no free file descriptor.
     """
 
     name: ClassVar[str] = "disk"
-    #: ``None`` once it is closed, and in a child that has not asked for room yet.
+    #: ``None`` after ``close``, and in a forked child before its first ``reserve``.
     _file: SpillFile | None
 
     def __init__(
@@ -144,7 +144,7 @@ class DiskTier(Tier):
         self._file_type = file_type
         self._closed = False
         self._lock = ForkSafeLock()
-        #: Of the thread that has the file grow; it comes before ``_lock``: see [Note: growth] in ``pool.py``.
+        #: Held while the file grows or is opened: see [Note: growth] in ``pool.py``. Acquired before ``_lock``.
         self._growth = ForkSafeLock()
         self._peak = self._written = 0
         self._is_crashed = False
@@ -156,19 +156,19 @@ class DiskTier(Tier):
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        """Begins without a file: the child opens its own when it asks for room."""
+        """Empties the tier of the child, whose first ``reserve`` opens a new file."""
         self._file = None
-        #: Of files whose slots alone keep them: see [Note: files that are left].
+        #: Slabs of retired files, which only slots keep open: see [Note: retired files].
         self._left: set[Slab] = set()
-        #: What is free in the file.
+        #: Free ranges of the file.
         self._ranges = Ranges[Slab]()
-        #: Where slots end up; see [Note: slots give themselves back] in ``tiers/base.py``.
+        #: Records of dead slots, until ``poll``: see [Note: slots give themselves back] in ``base.py``.
         self._returned: deque[FinalizerRecord[Slot]] = deque()
-        #: Of the slots that are alive; see [Note: finalizers] in ``forking.py``.
+        #: Records of living slots: see [Note: finalizers] in ``forking.py``.
         self._records: set[FinalizerRecord[Slot]] = set()
-        #: Bytes in slots that are alive.
+        #: Bytes requested by living slots.
         self._used = 0
-        #: Bytes that went to the disk, and are not in ``_written`` yet.
+        #: Sizes of writes that are not in ``_written`` yet.
         self._uncounted: deque[int] = deque()
 
     def reserve(self, nbytes: int) -> DiskSlot | None:
@@ -177,7 +177,7 @@ class DiskTier(Tier):
         with self._growth.lock:
             self.poll()
             if self._needs_file():
-                with suppress(ConfigError, OSError):  # what served before is gone: without room then, no failure
+                with suppress(ConfigError, OSError):  # without a directory there is no room; training goes on
                     opened = _open(self._path, self._budget, self._file_type)
                     with self._lock.lock:
                         if not self._closed:
@@ -193,7 +193,7 @@ class DiskTier(Tier):
             if not grown:
                 return None
             with self._lock.lock, self._crashing():
-                if file is self._file:  # else the tier was closed meanwhile
+                if file is self._file:  # another thread may have closed the tier
                     self._ranges.back[grown].append(Range(file.slab, file.slab.nbytes, grown))
                 file.slab.nbytes += grown
                 return self._take(nbytes)
@@ -207,10 +207,10 @@ class DiskTier(Tier):
             return self._take(nbytes)
 
     def _take(self, nbytes: int) -> DiskSlot | None:
-        """Returns a slot; ``None`` where the budget has no room for it. Inside the lock.
+        """Returns a slot, or ``None`` if the budget has no room.
 
         Raises:
-            MustGrow: there is none as long as this file does not grow, and by how much it has to and may.
+            MustGrow: the file has to grow first; with the file and the smallest and largest growth in bytes.
         """
         self._poll()
         size, file = round_up(nbytes, PAGE), self._file
@@ -231,7 +231,7 @@ class DiskTier(Tier):
 
     @contextmanager
     def _crashing(self) -> Iterator[None]:
-        """Marks the tier as crashed by an exception that is not its own: not all of its files is known then."""
+        """Marks the tier as crashed after an exception other than ``MustGrow``, since ranges may then be lost."""
         try:
             yield
         except MustGrow:
@@ -246,7 +246,7 @@ class DiskTier(Tier):
 
     @property
     def shortage(self) -> Shortage:
-        """What binds now: a file that cannot grow, the budget, or the disk."""
+        """The current reason: a file that cannot grow, the budget, or the disk."""
         with self._lock.lock:
             file, length = self._file, self._length()
             if file is None:
@@ -280,7 +280,7 @@ class DiskTier(Tier):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the file, and of those that are left."""
+        """Bytes of the file and of retired files."""
         self.poll()
         with self._lock.lock:
             return self._length()
@@ -296,37 +296,34 @@ class DiskTier(Tier):
 
     @property
     def written_bytes(self) -> int:
-        """Bytes that this process has written to the disks so far."""
         self.poll()
         return self._written
 
     @property
     def directory(self) -> Path | None:
-        """Where the file is."""
         return None if self._file is None else self._file.directory
 
     @property
     def direct_io(self) -> bool:
-        """Whether transfers go around the page cache."""
+        """Whether transfers bypass the page cache."""
         return self._file is not None and self._file.memory_alignment is not None
 
     def poll(self) -> None:
-        """Takes up the slots that have died; once all have, gives the buffers of transfers back to the system."""
+        """Collects dead slots. After the last one, frees the bounce buffers."""
         if not self._lock.is_held():  # see [Note: reentry] in forking.py
             with self._lock.lock, self._crashing():
                 self._poll()
 
     def measure(self) -> LinkRates:
-        """Measures what one transfer at a time reaches, through the tier itself. Ask ``machine.disk_link``, which
-        measures once.
+        """Measures the rates of single transfers through the tier. ``machine.disk_link`` caches the result.
 
         Raises:
-            CapacityError: there is no room to try it.
+            CapacityError: the tier has no room for the test.
             TransferError: the disk failed.
         """
         source = anonymous_slab(_MEASURED_PIECE)
-        # Not zeros: filesystems and disks that compress would make nothing of them. And not from torch's own generator:
-        # the next dropout would differ from that of a run without offload.
+        # Random, because some filesystems and disks compress. With a generator of its own, because torch's would
+        # otherwise produce other numbers than in a run without offload (e.g. for dropout).
         source.view(torch.int64).random_(generator=torch.Generator())
         slots: list[DiskSlot] = []
         while len(slots) * _MEASURED_PIECE < _MEASURED_BYTES and (slot := self.reserve(_MEASURED_PIECE)) is not None:
@@ -335,7 +332,7 @@ class DiskTier(Tier):
             raise CapacityError(f"there is no room for {_MEASURED_PIECE} bytes in the disk tier to measure it with")
         write = _timed([partial(slot.write, source) for slot in slots])
         read = _timed([partial(slot.read, source) for slot in slots[: len(write)]])
-        # The first piece is left out, unless no other was reached: a file grows, and pages are touched.
+        # Leave out the first piece if there are more: it includes growing the file and touching pages.
         return LinkRates(*[Rate.of(_MEASURED_PIECE, seconds[1:] or seconds) for seconds in (write, read)])
 
     def close(self) -> None:
@@ -354,8 +351,7 @@ class DiskTier(Tier):
         self._file, self._ranges = None, Ranges()
 
     def _poll(self) -> None:
-        """Takes up what has died; with the last slot, gives the buffers of transfers back to the system."""
-        if self._is_crashed:
+        if self._is_crashed:  # the records alone tell which slots are alive: see [Note: retired files]
             self._leave()
             self._records = {record for record in self._records if record() is not None}
             self._used = sum([cast(SlotRecord, record).nbytes for record in self._records])
@@ -393,22 +389,22 @@ def _timed(calls: Sequence[Callable[[], object]]) -> list[float]:
 
 # -- directories -----------------------------------------------------------------------------------------------------
 
-#: Filesystems whose files are memory: to spill there moves nothing out of it.
+#: Filesystems that store files in memory, so that spilling to them frees none.
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-#: Bytes that have to be free in a directory that the user did not name, or the budget where that is less.
+#: Free bytes required of a directory that the user did not name; the budget, if that is less.
 _ROOM = 1 << 30
 _ACCEPTED = "a writable directory on a disk (not tmpfs), or None for one that is found"
 
 
 def _open(path: Path | None, budget: int | None, file_type: type[SpillFile]) -> SpillFile:
-    """Opens a new spill file in ``path``; for ``None``, in the first usual directory that serves.
+    """Opens a new spill file in ``path``; for ``None``, in the first suitable one of ``usual_directories()``.
 
     Args:
-        budget: what the file may come to hold, in bytes, if that is known.
+        budget: largest size of the file in bytes, if known.
 
     Raises:
-        ConfigError: the named directory cannot serve, or none could be found.
-        OSError: the process has no free file descriptor, see ``lacks_descriptor``; which says nothing of directories.
+        ConfigError: ``path`` is unsuitable, or no suitable directory was found.
+        OSError: the process has no free file descriptor (``lacks_descriptor``), for which no directory is at fault.
     """
     reasons = []
     for one in usual_directories() if path is None else [path]:
@@ -428,7 +424,7 @@ def _open(path: Path | None, budget: int | None, file_type: type[SpillFile]) -> 
 
 
 def _check(path: Path, room: int) -> None:
-    """Raises ``OSError`` where a directory cannot take a spill file, or has not ``room`` bytes free."""
+    """Raises ``OSError`` if a directory cannot take a spill file or has less than ``room`` bytes free."""
     if not hasattr(os, "pwritev"):
         raise OSError('this system has no pwritev, which the disk tier needs: take tier="host"')
     if not path.exists():
@@ -446,17 +442,17 @@ def _check(path: Path, room: int) -> None:
 
 
 def filesystem_of(path: Path) -> str:
-    """Returns the type of the filesystem of ``path``, such as ``"ext4"``; empty where the system does not say."""
+    """Returns the filesystem type of ``path`` (e.g. ``"ext4"``), or an empty string if unknown."""
     real = Path(os.path.realpath(path))
     around = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
-    # Of several mounts on one point the last is the one that is seen.
+    # Several mounts may share a mount point; the last one hides the others.
     return max(reversed(around), key=lambda part: len(Path(part.mountpoint).parts)).fstype if around else ""
 
 
 def usual_directories() -> list[Path]:
-    """Returns the directories that are tried where the user names none, in their order, each once."""
+    """Returns the directories to try if the user names none: the temporary, cache and working directories."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     places = [Path(tempfile.gettempdir()), Path(cache).expanduser()]
-    with suppress(FileNotFoundError):  # it may be gone
+    with suppress(FileNotFoundError):  # the working directory may have been deleted
         places.append(Path.cwd())
     return list(dict.fromkeys(places))

@@ -1,16 +1,16 @@
-"""What outlives an object, and a fork: records of what has died, locks and threads.
+"""Finalizers that are safe in signal handlers and garbage collection, and locks and threads that survive a fork.
 
 [Note: finalizers]
-An object may die in the midst of anything: where the last reference goes, or where the garbage collector runs. A
-finalizer that is a Python function has a frame there, and whatever a signal handler raises in that frame is lost.
-Python prints it and goes on: a Ctrl-C does not end the program, and what the finalizer was to hand over stays held.
+An object may die at any point of a program: when its last reference goes, or when the garbage collector runs. If a
+finalizer is a Python function and a signal handler raises in its frame, the exception is printed and ignored: Ctrl-C
+does not end the program, and the finalizer does not finish.
 
-So what a finalizer would say is kept in a weak reference to the object, a *record*, and the reference's callback is
-``append`` of a deque, a method written in C. It runs no Python code, takes no lock and waits for nothing. The owner of
-the deque does the rest when it polls that. It also holds the records until then: one that nothing holds but the object
-itself is not called back if the garbage collector takes both.
+Thus a finalizer's data are stored in a weak reference to the object, a *record*. The callback of the reference is the
+``append`` of a deque, which is written in C: it runs no Python code, takes no lock and never waits. The owner polls the
+deque and does the rest. The owner must also hold the records until then: the garbage collector skips the callback of a
+record that it collects together with the object.
 
-The weak containers of the standard library have callbacks in Python, so ``Living`` is used in their place.
+The weak containers of the standard library have Python callbacks, so ``Living`` replaces them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ T = TypeVar("T")
 
 
 class FinalizerRecord(weakref.ref[T]):
-    """A weak reference that carries what is to be known once its object is gone; see [Note: finalizers]."""
+    """A weak reference with data about a dead object; see [Note: finalizers]."""
 
     __slots__ = ()
-    # By identity: a weak reference compares and hashes what it refers to, and that may be gone, or have no hash.
+    # By identity: weak references compare and hash their objects, which may be dead or unhashable.
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
 
 class Living(Generic[T]):
-    """Those of the objects that were added which are alive, the oldest first; one that is added again counts once."""
+    """A weak ordered set of objects, the oldest first, compared by identity."""
 
     def __init__(self) -> None:
         self._records: dict[FinalizerRecord[T], None] = {}
@@ -72,7 +72,7 @@ class Living(Generic[T]):
         while self._gone:
             try:
                 self._records.pop(self._gone.popleft(), None)
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread took the last record
                 return
 
 
@@ -80,34 +80,34 @@ class Living(Generic[T]):
 
 
 class UnderWayAtFork(OffloadError):
-    """A forked child asks for a transfer of its parent's, which ends there alone."""
+    """A forked child waits for a transfer that only its parent can complete."""
 
     def __init__(self, text: str = "this transfer was under way in the parent process when it forked") -> None:
         super().__init__(text)
 
 
 class Inheritable(Protocol):
-    """Something that a forked child gets a copy of, in whatever state the parent's other threads left it."""
+    """An object that a forked child copies in whatever state the parent's other threads left it."""
 
     def after_fork(self) -> None:
-        """Runs in the child before ``os.fork`` returns there; takes no lock: its holder may not exist any more."""
+        """Resets the object in the child before ``os.fork`` returns. Takes no lock, whose holder may not exist."""
 
 
 _inheritable: Living[Inheritable] = Living()
 
-#: What a child neither uses nor gives back: only the parent can talk to the driver that has pinned it, say. Nothing of
-#: it may go before the process does.
+#: Objects that a child neither uses nor frees, because only the parent can (e.g. memory that its driver has pinned).
+#: They have to live as long as the process.
 LEFT_TO_THE_PARENT: list[object] = []
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(LEFT_TO_THE_PARENT))  # an interpreter that ends clears its modules
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(LEFT_TO_THE_PARENT))  # never freed: the exiting interpreter clears modules
 
 
 def tell_after_fork(one: Inheritable) -> None:
-    """Has ``one.after_fork()`` called in every forked child, for as long as ``one`` lives."""
+    """Registers ``one``, while alive, for a call of ``one.after_fork()`` in every forked child."""
     _inheritable.add(one)
 
 
 class ReentrantLock(Protocol):
-    """What ``threading.RLock`` makes, with the method that says who owns it; conditions of ``threading`` rely on it."""
+    """The type of ``threading.RLock()``, with ``_is_owned``, on which ``threading.Condition`` relies, too."""
 
     def acquire(self, blocking: bool = ...) -> bool: ...
 
@@ -125,20 +125,19 @@ def reentrant_lock() -> ReentrantLock:
 
 
 class ForkSafeLock:
-    """Has a ``lock`` for a ``with``, which is free in a forked child, even if a thread held it in the parent.
+    """Holds a reentrant ``lock``, replaced in a forked child because a thread of the parent may have held the lock.
 
-    The ``with`` needs the lock itself: an interrupt on the way into an ``__exit__`` that is written in Python would
-    leave it taken for ever.
+    Not a context manager itself: an interrupt on the way into a Python ``__exit__`` would leave the lock held for ever.
 
     [Note: reentry]
-    A signal handler, a ``__del__`` and a callback of the garbage collector run in the midst of whatever their thread
-    does. If that is inside of a lock and they call the library, they must not wait for the lock, which is theirs, nor
-    change what the lock guards, which is half done. So a thread may take a lock that it holds, and what would change
-    something asks first whether it does, and refuses: the public calls, pack, unpack and the operators of graphs.
+    A signal handler, a ``__del__`` or a callback of the garbage collector may interrupt a thread that holds a lock, and
+    call the library. Such a call must not wait for the lock, which its own thread holds, and must not change the
+    guarded state, which may be inconsistent. Thus locks are reentrant, and calls that change state (public calls, pack,
+    unpack, operators of graphs) first check whether their thread holds the lock, and then refuse.
 
     Args:
-        shared: whether objects that know nothing of each other share what it guards. A thread that holds it can begin
-            nothing, with whichever object.
+        shared: whether the lock guards state of several objects. A thread that holds such a lock is refused by all
+            objects: see ``can_begin_nothing``.
     """
 
     __slots__ = ("__weakref__", "lock")
@@ -153,12 +152,13 @@ class ForkSafeLock:
         self.lock = reentrant_lock()
 
     def is_held(self) -> bool:
-        """Returns whether the calling thread holds it; see [Note: reentry]."""
+        """Returns whether the calling thread holds the lock."""
         return self.lock._is_owned()
 
 
 class OwnThread(threading.Thread):
-    """A daemon thread of the library. What the garbage collector calls there would wait for the thread itself."""
+    """A daemon thread of the library. The library refuses calls from callbacks of the garbage collector on this thread,
+    since they would wait for the thread itself: see ``can_begin_nothing``."""
 
     def __init__(self, target: Callable[[], None], name: str) -> None:
         super().__init__(target=target, name=name, daemon=True)
@@ -168,7 +168,7 @@ class OwnThread(threading.Thread):
         try:
             super().start()
         except RuntimeError:
-            if self.ident is None:  # else it runs: a signal handler has raised this
+            if self.ident is None:  # otherwise the thread runs, and a signal handler has raised this error
                 _beginning.discard(self)
             raise
 
@@ -178,10 +178,10 @@ class OwnThread(threading.Thread):
         super().run()
 
 
-#: Whether a thread is one of the library's.
+#: ``is_own`` is set on threads of the library.
 _thread = threading.local()
-#: Threads of the library that do not say so yet. Python runs code of its own on them first, the collector may come in
-#: the midst of it, and the thread that started them waits for them meanwhile.
+#: Threads of the library that have not set ``is_own`` yet. Garbage collection may interrupt the Python code that runs
+#: on them before ``run``, while the thread that started them waits.
 _beginning: set[OwnThread] = set()
 
 
@@ -189,7 +189,7 @@ _shared: Living[ForkSafeLock] = Living()
 
 
 def can_begin_nothing() -> bool:
-    """Returns whether the calling thread is the library's, or holds a lock that objects share: see [Note: reentry]."""
+    """Returns whether the calling thread is the library's or holds a shared lock: see [Note: reentry]."""
     if hasattr(_thread, "is_own") or True in [one.lock._is_owned() for one in _shared]:
         return True
     return bool(_beginning) and threading.get_ident() in [thread.ident for thread in list(_beginning)]
@@ -197,7 +197,7 @@ def can_begin_nothing() -> bool:
 
 def _after_fork() -> None:
     _beginning.clear()
-    vars(_thread).clear()  # the thread that forked is the child's main thread, whatever it was
+    vars(_thread).clear()  # the forking thread is the child's main thread, even if it was one of the library's
     for one in _inheritable:
         one.after_fork()
 

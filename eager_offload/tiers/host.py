@@ -1,11 +1,11 @@
-"""The host tier: a quota of a pool of host memory. And how freed memory goes back to the system.
+"""The host tier: a quota of a pool of host memory. Also returns freed CPU memory to the system.
 
 [Note: freed memory]
-glibc keeps freed blocks of up to 32 MiB in a heap, so a process whose saved tensors leave stays as large as it was.
-Thresholds return each block when it is freed. Its next use costs page faults, which nearly double the processor time of
-a convolutional network. So by itself the library leaves the thresholds alone and trims the heap only where its free
-blocks would raise the peak of the process: once it is larger by ``_PART`` (and ``_LEAST``) than it was after any trim.
-In between blocks are used again without a fault. Threads that copy look after each copy.
+glibc keeps freed blocks of up to 32 MiB in its heap, so a process does not shrink when its saved CPU tensors are
+offloaded. ``mallopt`` thresholds would return each block when it is freed, but the page faults of new blocks nearly
+double the processor time of a convolutional network. Thus by default the library trims the heap only if free blocks
+would raise the peak of the process: when it has grown by an eighth (and 96 MiB) beyond its size after any trim. Between
+trims, blocks are reused without faults. The threads that copy check this after each copy.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from eager_offload.tiers.forking import ForkSafeLock, Living
 from eager_offload.tiers.limits import warn_of_guess
 from eager_offload.tiers.pool import HostSlot, Pool, Quota
 
-#: Bytes handed out until what the machine has left is looked at again when a forward begins.
+#: A forward begins with a look at the limits after this many bytes were handed out.
 _LOOK_BYTES = 1 << 30
 
 
 class HostTier(Tier):
-    """Host memory, up to a budget. What is idle in the pool is shared by all tiers on it.
+    """Stores bytes in host memory, up to a budget.
 
     Args:
-        pool: where the memory comes from; the budget, with those of other tiers on it, bounds all that it holds.
-        budget: bytes; ``None`` for what the machine has to give: see ``HostBound``.
-        given: ``budget`` as the user has written it, if that was a text: warnings repeat it.
+        pool: the pool that supplies the memory, and shares idle memory between its tiers.
+        budget: limit in bytes; ``None`` for an automatic budget (``HostBound``).
+        given: ``budget`` as the user has written it, if that was a text, for warnings.
     """
 
     name: ClassVar[str] = "host"
@@ -45,7 +45,7 @@ class HostTier(Tier):
         over = Shortage(f"all of host_budget is in use: {given or size_text(budget or 0)}", "raise host_budget")
         self._quota = Quota(budget, over)
         self._next_look = 0
-        self.at_hand = partial(pool.take, quota=self._quota)  # for each saved tensor: a call of C
+        self.at_hand = partial(pool.take, quota=self._quota)  # called for each saved tensor: a method would be slower
         pool.register(self._quota)
 
     def reserve(self, nbytes: int) -> HostSlot | None:
@@ -105,7 +105,7 @@ class HostTier(Tier):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the pool holds: slots of every tier on it, rounding and idle room."""
+        """Bytes that the pool holds: slots of all its tiers, rounding and idle memory."""
         return self._pool.held_bytes
 
     @property
@@ -121,16 +121,17 @@ class HostTier(Tier):
 
 # -- the pools of this process -------------------------------------------------------------------------------------
 
-#: Tiers keep their pool, so it goes with the last of them.
+#: Tiers keep their pool alive, so a pool dies with its last tier.
 _pools: Living[Pool] = Living()
+#: Guards ``_pools``, so that two threads do not make the same pool.
 _pools_lock = ForkSafeLock()
 
 
 def shared_pool(runtime: Hashable, kind: Hashable, make: Callable[[], Pool]) -> Pool:
-    """Returns the process's one pool for ``runtime`` and ``kind`` of memory; ``make`` makes the first."""
+    """Returns the process's pool for ``runtime`` and ``kind`` of memory, made by ``make`` on first use."""
     with _pools_lock.lock:
         for pool in _pools:
-            if pool.kind == (runtime, kind) and not pool.is_closed:  # a closed one only waits for its last slots
+            if pool.kind == (runtime, kind) and not pool.is_closed:  # a closed pool only waits for its last slots
                 return pool
         pool = make()
         pool.kind = runtime, kind
@@ -146,7 +147,7 @@ _M_MMAP_THRESHOLD = -3
 
 _INT_MAX = (1 << 31) - 1
 
-#: Freed memory stays up to so many bytes, or such a part of what is in use.
+#: Trim when the process has grown by 96 MiB, or by an eighth if that is more.
 _LEAST, _PART = 96 << 20, 8
 #: Whether the C library has accepted the thresholds of ``release_freed_memory``.
 _is_released = False
@@ -155,20 +156,21 @@ _is_released = False
 def release_freed_memory(threshold: int | str = 1 << 20) -> bool:
     """Makes the C library return blocks of ``threshold`` bytes and more to the system as soon as they are freed.
 
-    By default glibc keeps freed blocks of up to 32 MiB for later, and while CPU tensors move, an ``Offload`` returns
-    what is more than an 8th of the process (``release_freed_memory="auto"``). This call returns all of it, at once and
-    for the whole process (``mallopt``). Each such block costs page faults on its first use: a few percent of a step of
-    a large transformer, as much as the step itself for a convolutional network. With ``THP_MEM_ALLOC_ENABLE=1`` in the
-    environment before Python starts, torch asks Linux for huge pages, which are far fewer. Call it once, before the
-    model is built.
+    By default glibc keeps freed blocks of up to 32 MiB for reuse, and an ``Offload`` that moves CPU tensors returns
+    them when they exceed an eighth of the process (``release_freed_memory="auto"``). This function (``mallopt``)
+    returns every such block at once, for the whole process. Call it once, before the model is built.
+
+    Each new block then costs page faults on its first use: a few percent of a step for a large transformer, as much as
+    the step itself for a convolutional network. With ``THP_MEM_ALLOC_ENABLE=1`` in the environment before Python
+    starts, torch requests huge pages, which cause far fewer faults.
 
     Args:
-        threshold: bytes, or a text such as ``"1MiB"``.
+        threshold: smallest block to return, in bytes or as a text (e.g. ``"1MiB"``).
 
     Returns:
-        Whether the C library accepts it: glibc does, others have no such setting.
+        Whether the C library has accepted the threshold: glibc does, others have no such setting.
     """
-    # The C library counts in an int, in which a larger size would wrap around: 4 GiB to 0.
+    # The C library takes an int, in which larger sizes would wrap around (e.g. 4 GiB to 0).
     nbytes = min(parse_size(threshold, "threshold"), _INT_MAX)
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -182,39 +184,37 @@ def release_freed_memory(threshold: int | str = 1 << 20) -> bool:
 
 
 class Trim:
-    """Returns freed memory to the system while CPU tensors move; one for the process. See [Note: freed memory]."""
+    """Trims the heap of the process while CPU tensors move: see [Note: freed memory]."""
 
     def __init__(self) -> None:
-        #: Trims the heap; ``None`` until a first ``Offload`` has begun that moves CPU tensors.
+        #: ``malloc_trim``; ``None`` before the first ``Offload`` that moves CPU tensors.
         self._trim: Callable[[int], object] | None = None
-        #: The most bytes that were resident after a trim.
+        #: Most bytes that were resident after a trim.
         self._level = 0
+        #: Held while a thread trims, so that others continue instead of trimming too.
         self._trimming = threading.Lock()
 
     @property
     def is_on(self) -> bool:
-        """Whether freed memory goes back by this."""
         return self._trim is not None and not _is_released
 
     def begin(self, setting: bool | str, resident: Callable[[], int]) -> None:
-        """Begins to return freed memory, first of all what was freed so far. Does nothing once it has begun.
+        """Trims the heap and enables ``look`` if ``setting`` (of ``OffloadConfig.release_freed_memory``) says so.
 
-        Args:
-            setting: the field ``release_freed_memory`` of a config.
-            resident: returns the bytes of the process that are in memory.
+        Does nothing at later calls.
         """
         wanted = keeps_freed_memory() if setting == "auto" else setting
         if not wanted or self._trim is not None or _is_released:
             return
         try:
             self._trim = ctypes.CDLL(None).malloc_trim
-        except (AttributeError, OSError, TypeError):  # of another C library, or another system
+        except (AttributeError, OSError, TypeError):  # another C library or system
             return
         self._trim(0)
         self._level = resident()
 
     def look(self, resident: Callable[[], int], now: int) -> None:
-        """Trims the heap if the process, of which ``now`` bytes are resident, has grown by much."""
+        """Trims the heap if ``now``, the resident bytes of the process, exceeds the level after trims by enough."""
         if not self.is_on or now <= self._level + max(_LEAST, self._level // _PART):
             return
         if self._trim is not None and self._trimming.acquire(blocking=False):
@@ -225,7 +225,7 @@ class Trim:
                 self._trimming.release()
 
     def after_fork(self) -> None:
-        """Forgets a thread of the parent that was trimming."""
+        """Replaces the lock, which a thread of the parent may have held."""
         self._trimming = threading.Lock()
 
 
@@ -233,17 +233,17 @@ trim = Trim()
 
 
 def keeps_freed_memory() -> bool:
-    """Returns whether freed blocks stay with this process, as far as is known: it uses glibc as it is by default."""
+    """Returns whether the C library is glibc with its default settings, which keeps freed blocks in the process."""
     if _is_released or trim.is_on or any(map(_changes_malloc, os.environ.items())):
         return False
     try:
         return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
-    except (AttributeError, ValueError, OSError):  # of another C library, or another system
+    except (AttributeError, ValueError, OSError):  # another C library or system
         return False
 
 
 def _changes_malloc(variable: tuple[str, str]) -> bool:
     name, value = variable
     if name in ("GLIBC_TUNABLES", "LD_PRELOAD"):
-        return "malloc" in value.lower()  # the other allocators have it in their names
+        return "malloc" in value.lower()  # allocators to preload have "malloc" in their names (e.g. jemalloc)
     return name.startswith("MALLOC_") and bool(value)

@@ -1,17 +1,16 @@
-"""The ledger of a node: how much of the memory that its processes share each of them has taken.
+"""The ledger of a node: a file with the host memory that each process of the library has taken.
 
-[Note: the file]
+[Note: ledger file]
 The ledger is a file in ``/dev/shm`` for the processes of one user, one pid namespace and one control group with a
-limit. Each process has a row, with its pid and the time when it started: pids are used again. Rows of processes that
-are gone are free. The last process to leave removes the file. One that is killed cannot, so the next process that joins
-a ledger removes the files in which nobody is alive.
+limit. Each process has a row with its pid and its start time, since pids are reused. Rows of dead processes are free.
+The last process to leave removes the file. A killed process cannot, so the next process that joins a ledger removes all
+files without living processes.
 
-[Note: the lock]
-A process sums up the rows of others and writes its own under ``flock``, which the kernel takes from a process that
-dies. Meanwhile the process asks the system for what it has left, and does nothing else: memory is taken without the
-lock. A process that is stopped just then keeps the lock all the same, so the others wait for ``_PATIENCE`` at most. The
-file is open only meanwhile: its descriptor can never become another file's, and a forked child closes its copy, which
-would keep the lock.
+[Note: ledger lock]
+A process reads the other rows and writes its own under ``flock``, which the kernel releases if the process dies. With
+the lock held, the process only reads the system's limits; memory is taken without the lock. A process that is stopped
+(SIGSTOP) keeps the lock, so the others wait for ``_PATIENCE`` seconds at most. The file is open only while it is used,
+so that its descriptor is never mistaken for another file's. A forked child closes its copy, which would keep the lock.
 """
 
 from __future__ import annotations
@@ -32,65 +31,64 @@ from eager_offload.tiers.forking import tell_after_fork
 
 T = TypeVar("T")
 
-#: Seconds until a process that finds the lock taken goes on without the ledger; and between two tries.
+#: Seconds to wait for the lock before continuing without the ledger, and between two tries.
 _PATIENCE, _PAUSE = 1.0, 0.002
-#: Seconds for which a lock that was waited for in vain is only tried.
+#: Seconds after a timeout during which the lock is tried without waiting.
 _IMPATIENT = 30.0
-#: The pid, the start time, an entry.
+#: Pid, start time, entry.
 _ROW = struct.Struct("=QQqqq")
 
 
 class Entry(NamedTuple):
-    """What one process has of the memory that is shared, in bytes."""
+    """The host memory of one process, in bytes."""
 
     held: int = 0
-    """For saved tensors, by budgets that follow the machine: taken, or about to be."""
+    """For saved tensors under automatic budgets: taken, or about to be."""
     coming: int = 0
-    """About to be taken, by budgets of both kinds: the system does not count these bytes yet."""
+    """About to be taken under any budget, so not yet counted by the system."""
     need: int = 0
-    """What a step has needed of ``held``; ``UNKNOWN`` before the first has ended."""
+    """The part of ``held`` that recent steps have needed; ``UNKNOWN`` before the first step has ended."""
 
 
-#: The need of a process that has not ended a step yet.
 UNKNOWN = -1
 
 
 class Ledger:
-    """The row of this process in the ledger of its node. The lock of its owner guards it.
+    """The row of this process in the ledger of its node. Guarded by the lock of its owner (``HostBound``).
 
     Args:
-        directory: where files are memory that all processes of the node see.
+        directory: a directory in memory that all processes of the node share.
     """
 
     def __init__(self, directory: Path = Path("/dev/shm")) -> None:
         self._directory = directory
-        #: While it is open.
+        #: The file that was opened last, for ``after_fork``.
         self._file: FileIO | None = None
         self._join_anew()
         tell_after_fork(self)
 
     def _join_anew(self) -> None:
         self._path: Path | None = None
-        #: Which file it was, where the row begins in it, and when this process has started.
+        #: Inode of the file, offset of this process's row, and start time of this process.
         self._inode = self._offset = self._start = 0
         self._is_over = False
         self._impatient_until = 0.0
 
     def after_fork(self) -> None:
-        """Starts the child without a row: it joins when it takes memory."""
+        """Closes the child's copy of the file. The child joins when it takes memory."""
         if self._file is not None:
             self._file.close()
         self._join_anew()
 
     def settle(self, group: Callable[[], str], decide: Callable[[Sequence[Entry]], tuple[Entry, T]]) -> T:
-        """Writes the entry that ``decide`` makes of the entries of all other processes, with the ledger locked.
+        """Calls ``decide`` with the entries of all other processes and writes its entry, with the ledger locked.
 
         Args:
-            group: returns what names the control group, when this process joins.
-            decide: returns the entry, and what this returns.
+            group: returns the name of the control group; called when this process joins.
+            decide: returns this process's new entry and the result of ``settle``.
 
         Raises:
-            OSError: there is no ledger, or another process does not unlock it.
+            OSError: there is no ledger, or another process holds the lock for too long.
         """
         start = _start_of(os.getpid())
         if self._is_over or not start:
@@ -102,11 +100,11 @@ class Ledger:
                 patience = _PATIENCE if time.monotonic() >= self._impatient_until else 0.0
                 try:
                     is_there = _lock(file, self._path, patience)
-                except BlockingIOError:  # whoever holds it stands still, and is not waited for each time
+                except BlockingIOError:  # the holder is stopped: do not wait again each time
                     self._impatient_until = time.monotonic() + _IMPATIENT
                     raise
                 if not is_there:
-                    continue  # its last process has removed it meanwhile
+                    continue  # its last process has just removed the file: make a new one
                 try:
                     rows = list(_rows(file))
                     own = next((at for at, pid, *_ in rows if pid == os.getpid()), None)
@@ -114,33 +112,33 @@ class Ledger:
                     offset = next(free, len(rows) * _ROW.size) if own is None else own
                     entry, made = decide([entry for at, pid, entry in rows if pid and at != own])
                     os.pwrite(file.fileno(), _ROW.pack(os.getpid(), start, *entry), offset)
-                    # Not before: ``update`` writes there.
+                    # Only now does the row belong to this process, so that ``update`` may write there.
                     self._start, self._offset, self._inode = start, offset, os.fstat(file.fileno()).st_ino
                 finally:
                     _unlock(file)
                 return made
 
     def update(self, entry: Entry) -> None:
-        """Writes the entry without the lock: no other process writes to this row."""
+        """Writes the entry. Needs no lock, because no other process writes to this row."""
         if self._inode and self._path is not None:
             with SystemErrorsSuppressed(), self._open(self._path) as file:
                 if os.fstat(file.fileno()).st_ino == self._inode:
                     os.pwrite(file.fileno(), _ROW.pack(os.getpid(), self._start, *entry), self._offset)
 
     def leave(self) -> None:
-        """Takes the row out as the process ends, and removes the file if no other process has a row."""
+        """Clears the row when the process ends, and removes the file if no other process has a row."""
         self._is_over = True
         if self._inode and self._path is not None:
             self._remove(self._path)
 
     def _joined(self, group: str) -> Path:
-        """Returns the path of the ledger of ``group``; removes ledgers that processes have left behind."""
+        """Returns the path of the ledger of ``group``, and removes ledgers without living processes."""
         owner = f"eager_offload-{os.geteuid()}-{os.stat('/proc/self/ns/pid').st_ino}"
         path = self._directory / f"{owner}-{group}"
         for other in self._directory.glob(f"{owner}-*"):
             if other != path:
                 self._remove(other)
-        Finalize(None, self.leave, exitpriority=0)  # a process that multiprocessing has forked runs no atexit
+        Finalize(None, self.leave, exitpriority=0)  # not atexit, which processes forked by multiprocessing do not run
         return path
 
     def _remove(self, path: Path) -> None:
@@ -156,14 +154,14 @@ class Ledger:
                     _unlock(file)
 
     def _open(self, path: Path, flags: int = 0) -> FileIO:
-        """Returns the file, for a ``with`` of C: an interrupt on the way into an ``__exit__`` in Python would keep it.
+        """Opens the ledger. Returns a C object, whose ``with`` closes the file even if an interrupt hits ``__exit__``.
 
         Raises:
-            OSError: it is not there, or it is not a file that this user alone can write.
+            OSError: the file is missing, or others than this user may access it.
         """
 
         def opened(path: str, mode: int) -> int:
-            # A symlink, or a file that somebody else has put there, is not followed and not waited for.
+            # Another user may have put a symlink or a pipe there: do not follow the one or wait for the other.
             return os.open(path, mode | flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
 
         file = self._file = FileIO(os.fspath(path), "r+", opener=opened)
@@ -175,7 +173,7 @@ class Ledger:
 
 
 def _lock(file: FileIO, path: Path, patience: float) -> bool:
-    """Locks the file, within so many seconds; returns whether it still has its name."""
+    """Locks the file within ``patience`` seconds. Returns whether ``path`` still names the file."""
     try:
         from fcntl import LOCK_EX, LOCK_NB, flock
     except ImportError as error:  # Windows
@@ -196,14 +194,14 @@ def _lock(file: FileIO, path: Path, patience: float) -> bool:
 
 
 def _unlock(file: FileIO) -> None:
-    """Unlocks the file, also for a child that was forked before this process knew its descriptor."""
+    """Unlocks explicitly: a child forked in ``_open``, before ``_file`` was set, has a copy that ``close`` leaves."""
     from fcntl import LOCK_UN, flock
 
     flock(file, LOCK_UN)
 
 
 def _rows(file: FileIO) -> Iterator[tuple[int, int, Entry]]:
-    """Yields where each row begins, the pid, and the entry; 0 is the pid of a row that is free."""
+    """Yields the offset, pid and entry of each row; the pid of a free row is 0."""
     data = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
     for at in range(0, len(data) - _ROW.size + 1, _ROW.size):
         pid, start, *entry = _ROW.unpack_from(data, at)
@@ -211,10 +209,10 @@ def _rows(file: FileIO) -> Iterator[tuple[int, int, Entry]]:
 
 
 def _start_of(pid: int) -> int:
-    """Returns when a process has started, in ticks since the machine has; 0 where it has ended.
+    """Returns the start time of a process in clock ticks since boot; 0 if the process has ended.
 
     Raises:
-        OSError: that cannot be read, such as where no file descriptor is free.
+        OSError: the time cannot be read (e.g. no file descriptor is free).
     """
     try:
         with FileIO(f"/proc/{pid}/stat") as file:

@@ -8,22 +8,21 @@
 The smallest limit binds. Limits are read again whenever they are needed, because other programs take memory too.
 
 [Note: frequency of looks]
-A look at the limits takes a few hundred microseconds. After it, further slabs are admitted without a look, up to an
-eighth of the room found and up to a 16th of the memory held (or 32 MiB), so looks are more frequent near a limit. After
-a refusal, the next 256 MiB of requests are refused without a look. Both are forgotten when slabs return to the system.
-A forward begins with a look if a tier has refused a request or handed out 1 GiB since the last one.
+A look at the limits takes a few hundred microseconds. After a look, slabs are admitted without another up to an eighth
+of the room found, but at most a 16th of the memory held (or 32 MiB): the nearer the limit, the more looks. After a
+refusal, the next 256 MiB of requests are refused without a look. Both results are dropped when slabs are freed. A
+forward begins with a look if a tier has refused a request or handed out 1 GiB since the last look.
 
 [Note: mounted control groups]
-A container, a Kubernetes pod, a Slurm job and a systemd service are control groups. The kernel's available memory
-ignores their limits, and kills a process that exceeds one. ``/proc/self/cgroup`` names the process's group within each
-hierarchy, ``/proc/self/mountinfo`` the mounted part of each hierarchy. In a container that part may be the process's
-group itself, may begin above the group, or may be named relative to another root. A group that is not found by name is
-taken to be the mount. Groups above the mount are invisible, but version 1 reports their smallest limit
-(``hierarchical_memory_limit``).
+Containers, Kubernetes pods, Slurm jobs and systemd services are control groups. The kernel kills a process that exceeds
+their limits, which ``MemAvailable`` ignores. ``/proc/self/cgroup`` names the process's group in each hierarchy,
+``/proc/self/mountinfo`` the mounted part of each hierarchy. In a container that part may be the group itself, may begin
+above the group, or may have another root. If the name is not found, the mount is taken for the group. Groups above the
+mount are invisible, but version 1 reports their smallest limit (``hierarchical_memory_limit``).
 
 [Note: reserve]
 A 16th of every limit is never taken: the kernel kills whichever process crosses the limit, and others take memory
-between two looks. All pages of a slab are touched when it is made, so the next look counts them.
+between two looks. New slabs have all their pages touched, so that the next look counts them.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ from eager_offload.tiers.base import Shortage
 from eager_offload.tiers.forking import ForkSafeLock, Living, tell_after_fork
 from eager_offload.tiers.ledger import UNKNOWN, Entry, Ledger
 
-#: Fraction of available memory for saved tensors. The process needs the rest for its own allocations (e.g. data
-#: loading, checkpoints being written, and the page cache behind both).
+#: Fraction of available memory for saved tensors. The rest is for data loading, checkpoints and the page cache.
 HOST_FRACTION = 0.5
 #: Fraction of each memory limit that is never taken: see [Note: reserve].
 RESERVED_PART = 1 / 16
@@ -83,8 +81,6 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A limit on the memory or disk space of this process."""
-
     kind: str
     """``memory``, ``commit``, ``cgroup``, ``rlimit`` or ``disk``."""
     where: str
@@ -124,11 +120,7 @@ class Headroom(NamedTuple):
 
 
 def host_headroom(system: System | None = None) -> Headroom:
-    """Returns the limits on the host memory of this process, as they are now.
-
-    Args:
-        system: sources of the limits (default: this machine).
-    """
+    """Returns the current limits on the host memory of this process."""
     system = System() if system is None else system
     meminfo = _kibibytes(_read(system.root / "proc/meminfo"))
     return _least(
@@ -146,17 +138,14 @@ def host_capacity() -> int:
 
 
 def pinning_limit(pinned: int, nbytes: int, system: System | None = None) -> Shortage:
-    """Returns the likely reason why ``nbytes`` cannot be pinned in addition to ``pinned`` bytes.
-
-    NVIDIA's driver does not count pinned memory as locked memory: if ``pinned`` already exceeds the memlock limit, that
-    limit is not the reason.
-    """
+    """Returns the likely reason why ``nbytes`` cannot be pinned in addition to ``pinned`` bytes."""
     system = System() if system is None else system
     within = f'set host_budget="{size_literal(pinned)}"' if pinned else "set pin_memory=False"
     if "microsoft" in (_read(system.root / "proc/sys/kernel/osrelease") or "").lower():
         reason = "WSL2: Windows lets a process pin a small part of its memory"
         return Shortage(reason, f"train on Linux without WSL2, or {within}")
     locked = system.process_limit("RLIMIT_MEMLOCK")
+    # If more is pinned than may be locked, the driver (e.g. NVIDIA's) does not count pinned memory as locked.
     if locked is not None and pinned <= locked < pinned + nbytes:
         reason = f"memlock: this process may lock {size_text(locked)} of memory (RLIMIT_MEMLOCK)"
         return Shortage(reason, "raise it (ulimit -l, docker run --ulimit memlock=-1, LimitMEMLOCK of a service)")
@@ -178,11 +167,7 @@ def host_part() -> int:
 
 
 def disk_headroom(path: Path, system: System | None = None, *, length: int = 0) -> Headroom:
-    """Returns the limits on the growth of a file in the directory ``path``.
-
-    Args:
-        length: current length of the file in bytes.
-        system: sources of the limits (default: this machine).
+    """Returns the limits on the growth of a file of ``length`` bytes in the directory ``path``.
 
     Raises:
         OSError: ``path`` cannot be read.
@@ -275,7 +260,7 @@ class _Group(NamedTuple):
 
 
 def _groups(system: System) -> Iterator[Limit]:
-    """Yields the limits of the process's control groups, from its own group outwards."""
+    """Yields the limits of the control groups, from the process's own group outwards."""
     membership = _read(system.root / "proc/self/cgroup")
     groups = () if membership is None else _groups_of(system.root, membership)
     found = [
@@ -417,10 +402,7 @@ class Ranks(NamedTuple):
 def ranks_here(environ: Mapping[str, str] | None = None) -> Ranks:
     """Returns the number of ranks that share this node's disks, and its memory if there is no ledger.
 
-    Invalid values are ignored. The default is 1.
-
-    Args:
-        environ: environment variables (default: those of this process).
+    Ignores invalid values of environment variables.
     """
     environ = os.environ if environ is None else environ
     numbers = (_positive(environ.get(name, "")) for name in _NUMBERS)
@@ -428,12 +410,12 @@ def ranks_here(environ: Mapping[str, str] | None = None) -> Ranks:
         return Ranks(number)
     has_group = dist.is_available() and dist.is_initialized()
     total = _positive(environ.get("WORLD_SIZE", "")) or (dist.get_world_size() if has_group else 1)
-    is_here = environ.get("MASTER_ADDR", "").strip().lower() in _HERE  # started by hand, as by torch.multiprocessing
+    is_here = environ.get("MASTER_ADDR", "").strip().lower() in _HERE  # e.g. torch.multiprocessing
     return Ranks(total, is_guess=total > 1 and not is_here)
 
 
 def rank() -> int:
-    """Returns the global rank of this process as set by launchers (e.g. torchrun); 0 without a launcher."""
+    """Returns the global rank that a launcher (e.g. torchrun) has set, or 0."""
     return _positive(os.environ.get("RANK", ""))
 
 
@@ -455,8 +437,7 @@ def _positive(text: str) -> int:
 
 # -- admission of slabs -----------------------------------------------------------------------------------------------
 
-#: After a look, admit without another an eighth of the room found, but at most a 16th of the bytes held (or 32 MiB, if
-#: that is more). The ledger counts these bytes as taken, so no other process is given them.
+#: See [Note: frequency of looks]. The ledger counts bytes admitted ahead as taken, so no other process is given them.
 _TRUSTED, _TRUSTED_OF_HELD, _TRUSTED_BYTES = 8, 16, 32 << 20
 #: Memory has to be idle at this many looks, each at the start of a forward, before other processes may have it.
 _LOOKS = 4
@@ -480,7 +461,6 @@ class Taker(Protocol):
 
     coming: int
     """Bytes of the slab that the pool is about to take. Set by ``HostBound``, reset to 0 by the pool."""
-
     least_idle: int
     """Fewest bytes that were idle at any time since ``restart_idle``."""
 
@@ -541,24 +521,21 @@ class HostBound:
     [Note: automatic budget]
     With ``host_budget="auto"``, the saved tensors of all processes of a node together take at most ``HOST_FRACTION`` of
     the memory that would be available without them. The budget is computed for each slab, because other programs start
-    and end, and a virtual machine may gain memory as more is touched. Memory already held is not reclaimed.
+    and end, and a virtual machine may gain memory as more is touched. Slabs in use stay.
 
     [Note: shares]
-    We want each process to take as much of the budget as it needs. However, ranks often need the same amount, and the
+    We want each process to take as much of the budget as it needs. However, ranks often need equal amounts, and the
     fastest must not take memory that a slower rank is about to need. Thus each process with an automatic budget has an
-    equal *share* of the budget, and the unused part of the share is kept for it: all of the share until its first step
-    has ended, then as much as its recent steps needed, and nothing after its tiers are closed. When a forward begins,
-    idle slabs in excess of that are given back if another process lacks memory.
+    equal *share*. The unused part is kept for the process: all of the share until its first step has ended, then as
+    much as its recent steps needed, nothing after its tiers are closed. When a forward begins, idle slabs beyond that
+    are freed if another process lacks memory.
 
-    Without a ledger, the number of processes comes from the launcher (``ranks_here``). Each is assumed to hold as much
-    as this one and to need all of its share.
+    Without a ledger, the launcher tells the number of processes (``ranks_here``). Each is assumed to hold as much as
+    this one and to need all of its share.
 
     [Note: budget in bytes]
-    A budget that the user gives in bytes applies even if it exceeds the limits, since the user may know better. If
-    ``HostBound`` would have refused, one warning says so. Only the system itself can refuse.
-
-    Args:
-        ledger: the ledger of the node; ``None`` for none.
+    A budget that the user gives in bytes applies even if it exceeds the limits, since the user may know better. One
+    warning says so. Only the system itself can refuse.
     """
 
     def __init__(self, ledger: Ledger | None = None) -> None:
@@ -587,11 +564,10 @@ class HostBound:
             self._takers.add(taker)
 
     def admit(self, nbytes: int, taker: Taker | None = None, *, given: bool = True) -> None:
-        """Admits a slab of ``nbytes`` bytes, which the caller then takes from the system.
+        """Admits a slab of ``nbytes`` bytes, which ``taker`` then takes from the system.
 
         Args:
-            taker: the pool that takes the slab.
-            given: whether the slab is for a budget in bytes, which is refused by the reserve only.
+            given: whether the slab is for a budget in bytes: then only the reserve refuses.
 
         Raises:
             NoRoomError: the slab is refused.
@@ -706,13 +682,13 @@ class HostBound:
                 return 0
 
     def update(self) -> None:
-        """Writes this process's entry to the ledger after it has taken slabs."""
+        """Writes this process's entry to the ledger."""
         with self._lock.lock:
             if self._ledger is not None:
                 self._ledger.update(self._entry())
 
     def forget(self) -> None:
-        """Discards the results of the last look, because slabs have been returned to the system."""
+        """Drops the results of the last look, because slabs were freed."""
         with self._lock.lock:
             self._admitted, self._refused = 0, None
             self.update()

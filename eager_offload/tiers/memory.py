@@ -1,4 +1,4 @@
-"""Host memory by address: views of it for system calls and for torch, and pages of one's own."""
+"""Host memory by address: views, copies, file mappings, and slabs of anonymous pages."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-#: Bytes; what blocks, slots and direct I/O are aligned to.
+#: Alignment of blocks, slots and direct I/O in bytes.
 PAGE = 4096
 
 #: ``off_t`` of the C library's ``mmap``.
 _OFFSET = ctypes.c_int64 if ctypes.sizeof(ctypes.c_void_p) == 8 else ctypes.c_long
 
-#: Of Linux and the BSDs alike; Python's ``mmap`` does not name it.
+#: The value on Linux and the BSDs; missing in Python's ``mmap``.
 _MAP_FIXED = 0x10
 
 
 def round_up(nbytes: int, unit: int) -> int:
-    """Returns ``nbytes`` rounded up to a whole number of ``unit``s, at least one."""
+    """Returns ``nbytes`` rounded up to a multiple of ``unit``, and at least ``unit``."""
     return max(-(-nbytes // unit), 1) * unit
 
 
 def view_of(address: int, nbytes: int, owner: object = None) -> memoryview:
-    """Returns a writable view of ``nbytes`` bytes at ``address``; it and all its slices keep ``owner`` alive."""
-    # ctypes makes a type for every array length, and a type is garbage that only the cyclic collector finds. With
-    # powers of two there are never more than a few; the slice ends where the bytes do.
+    """Returns a writable view of ``nbytes`` bytes at ``address``; the view and its slices keep ``owner`` alive."""
+    # ctypes makes a type for every array length, and only the cyclic collector frees types. Lengths that are powers of
+    # two need a few types only; the slice has the right length.
     extent = 1 << (nbytes - 1).bit_length() if nbytes else 1
     array = (ctypes.c_ubyte * extent).from_address(address)
     array.owner = owner  # type: ignore[attr-defined]  # arrays of ctypes take any attribute
@@ -41,7 +41,7 @@ def view_of(address: int, nbytes: int, owner: object = None) -> memoryview:
 
 
 def move(target: int, source: int, nbytes: int) -> None:
-    """Copies ``nbytes`` bytes between two addresses, without the GIL and without torch's thread pool."""
+    """Copies ``nbytes`` bytes between two addresses. Releases the GIL, and does not use torch's thread pool."""
     ctypes.memmove(target, source, nbytes)
 
 
@@ -50,13 +50,13 @@ class _Part(ctypes.Structure):
 
 
 def move_if_there(target: int, source: int, nbytes: int) -> None:
-    """Does the same from memory that its owner may give back to the system meanwhile.
+    """Copies from memory that its owner may unmap at any time.
 
-    The kernel copies, at half the rate of ``move``, and reports an address that is gone; reading it here would end the
-    process. Where there is no such call, this is ``move``.
+    The kernel copies, at half the rate of ``move``, and reports an unmapped address, which would crash the process in
+    ``move``. On systems without this call, the same as ``move``.
 
     Raises:
-        OSError: the memory at ``source`` is gone; part of it may have been copied.
+        OSError: the memory at ``source`` is unmapped; part of it may have been copied.
     """
     read, done = _reader(), 0
     if read is None:
@@ -86,15 +86,15 @@ def _reader() -> Callable[..., int] | None:
 
 
 def mapped_file(descriptor: int, offset: int, nbytes: int, owner: object) -> memoryview:
-    """Maps a range of a file as memory, shared with all other uses of the file, page by page.
+    """Maps a range of a file into memory (``MAP_SHARED``).
 
-    ``mmap.mmap`` of a file would keep a descriptor open for each mapping, and a step has more tensors than a process
-    may have descriptors. So it takes addresses without a file, and gives them back; the file is mapped in their place.
+    Python's ``mmap`` keeps a descriptor open for each mapped file, and a step may have more tensors than a process may
+    have descriptors. Thus ``mmap`` only reserves and frees the addresses, and the file is mapped over them.
 
     Args:
-        descriptor: of an open file; the mapping outlives it.
-        offset: where the range begins, in bytes; a multiple of ``PAGE``.
-        owner: stays alive for as long as the memory does.
+        descriptor: an open file, which may be closed before the mapping.
+        offset: start of the range in bytes, a multiple of ``PAGE``.
+        owner: an object to keep alive as long as the mapping.
 
     Raises:
         MemoryError: the system refused.
@@ -106,10 +106,9 @@ def mapped_file(descriptor: int, offset: int, nbytes: int, owner: object) -> mem
 
 
 def is_in_page_cache(descriptor: int, offset: int) -> bool:
-    """Returns whether the page cache has the page at ``offset`` of a file; ``False`` where the system does not say.
+    """Returns whether the page cache has the page at ``offset`` of a file; ``False`` if that is unknown.
 
-    Not asked by a read that is not to wait (``RWF_NOWAIT``): that starts to read ahead, and a fast disk has the page
-    there before the answer is given.
+    Does not use a non-blocking read (``RWF_NOWAIT``), which starts a read-ahead that a fast disk may complete first.
     """
     try:
         address = _map(None, PAGE, mmap.MAP_SHARED, descriptor, offset)
@@ -124,7 +123,7 @@ def is_in_page_cache(descriptor: int, offset: int) -> bool:
 
 
 def resident_bytes(address: int, nbytes: int) -> int:
-    """Returns the bytes of a range of memory whose pages are there; all of them where the system does not say."""
+    """Returns the resident bytes of a range of memory; all bytes if that is unknown."""
     first = -(-address // PAGE) * PAGE
     size = (address + nbytes) // PAGE * PAGE - first
     if size <= 0 or mmap.PAGESIZE != PAGE:
@@ -166,35 +165,35 @@ def _anonymous(nbytes: int) -> mmap.mmap:
 
 
 def anonymous_slab(nbytes: int, *, huge: bool = True, inherited: bool = True) -> Tensor:
-    """Returns a flat ``uint8`` tensor over pages of its own, which go back to the system with its storage.
+    """Returns a flat ``uint8`` tensor over its own zeroed pages, which are unmapped with the tensor's storage.
 
-    Private: a forked child sees a copy, never later writes. Page-aligned. The content is zero. glibc would keep freed
-    blocks of this size class for itself, and the process would not shrink.
+    The memory is page-aligned, and private (a forked child has a copy). Unlike with ``malloc``, the process shrinks
+    when the tensor is freed, since glibc keeps freed blocks of such sizes.
 
     Args:
-        huge: whether to ask for huge pages, which cost less where all of it is used and take more where it is not.
-        inherited: whether a forked child has the pages; see [Note: pages that are pinned].
+        huge: whether to request huge pages, which are faster if all of the slab is used and waste memory otherwise.
+        inherited: whether a forked child has the pages; see [Note: pages that are pinned] in ``runtime/pinned.py``.
 
     Raises:
         MemoryError: the system has no room.
     """
     pages = _anonymous(nbytes)
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # EINVAL from a kernel without them; small pages do as well
+        with contextlib.suppress(OSError):  # EINVAL from a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     if not inherited and hasattr(mmap, "MADV_DONTFORK"):
-        with contextlib.suppress(OSError):  # a fork only takes longer then
+        with contextlib.suppress(OSError):  # without it, forks only take longer
             pages.madvise(mmap.MADV_DONTFORK)
-    # The storage holds the mmap object, and nothing else does.
+    # Only the storage holds the mmap object, so the pages are unmapped with the storage.
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-#: Not in the ``mmap`` module yet: Linux 5.14 takes it.
+#: Missing in the ``mmap`` module; needs Linux 5.14.
 _MADV_POPULATE_WRITE = 23
 
 
 def resident_slab(nbytes: int) -> Tensor:
-    """Returns an ``anonymous_slab`` whose pages are all there: what the system says of its memory counts them.
+    """Returns an ``anonymous_slab`` with all pages touched, so that the system counts them as used.
 
     Raises:
         MemoryError: the system has no room.

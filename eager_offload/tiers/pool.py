@@ -32,15 +32,8 @@ _SHARE = 32
 _LEAST = 1 << 20
 
 
-# -- how large a slab is --------------------------------------------------------------------------------------------
-
-
 class ExactSizes:
-    """Slab sizes for a system that allocates exact sizes, in whole pages.
-
-    Args:
-        most: size of the largest slab for several requests, in bytes.
-    """
+    """Slab sizes for a system that allocates exact sizes; ``most`` bytes at most for several requests."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -97,9 +90,6 @@ def _power_of_two(nbytes: int) -> int:
     return max(1 << max(nbytes - 1, 0).bit_length(), PAGE)
 
 
-# -- slabs ----------------------------------------------------------------------------------------------------------
-
-
 class HostSlab(Slab):
     __slots__ = ("address", "buffer", "slots", "tensor")
 
@@ -116,9 +106,6 @@ class HostSlab(Slab):
         """Drops the memory, so that only slices of the buffer (leases) keep it alive. Idempotent."""
         with suppress(AttributeError):
             del self.tensor, self.buffer
-
-
-# -- slots ----------------------------------------------------------------------------------------------------------
 
 
 class HostSlotRecord(SlotRecord):
@@ -139,7 +126,6 @@ class HostSlot(Slot):
 
     @property
     def address(self) -> int:
-        """The address of the bytes, which never changes."""
         return self.slab.address + self.start
 
     @property
@@ -157,9 +143,6 @@ class HostSlot(Slot):
 
     def memory(self) -> memoryview:
         return view_of(self.address, self.nbytes, self)
-
-
-# -- quotas -----------------------------------------------------------------------------------------------------------
 
 
 class Quota:
@@ -200,8 +183,6 @@ class Quota:
             self.refusal = Shortage(f"the system refused it ({text})", remedy)
 
 
-# -- the pool ---------------------------------------------------------------------------------------------------------
-
 Owner = TypeVar("Owner")
 
 #: Reported for a request without a quota.
@@ -214,10 +195,10 @@ class Pool:
     """Cuts slabs of host memory into slots and leases of exact sizes. Thread-safe.
 
     [Note: cutting slabs]
-    A request is rounded up to whole pages and takes a free range of that size, or a part of a larger range: see
-    [Note: choosing a range] in ``base.py``. If no range is large enough, the pool allocates a slab for as many such
-    requests as fit into held/32 and into ``slab_bytes``, but at least one. Most tensors of a step have equal sizes, so
-    such a slab has no unused end, and the last, partly empty slab is small. Slots do not span slabs.
+    A request is rounded up to whole pages and takes a free range, or a part of one: see [Note: choosing a range] in
+    ``base.py``. If none is large enough, the pool allocates a slab for as many such requests as fit into held/32 and
+    into ``slab_bytes``, but at least one. Most tensors of a step have equal sizes, so such a slab has no unused end,
+    and the last, partly empty slab is small. Slots do not span slabs.
 
     A slab without slots is idle. Up to ``idle_bytes`` of idle slabs are kept, since the next step requests the same
     sizes. Beyond that the oldest are freed, each after its fences have passed. Before a request fails, all are freed.
@@ -248,8 +229,8 @@ class Pool:
         idle_bytes: idle memory that is kept for reuse, in bytes.
         sizes: slab sizes, in place of ``slab_bytes``.
         bound: admits or refuses each slab. For a quota in bytes a refusal is only recorded, as its ``overdraft``.
-        on_freed: called with the pool's lock held after slabs were freed.
-        on_first_use: called with the pool's lock held for the first slot or lease, and the first after a rest.
+        on_freed: called after slabs were freed, with the pool's lock held.
+        on_first_use: called for the first slot or lease, and the first after a rest, with the pool's lock held.
     """
 
     def __init__(
@@ -288,7 +269,7 @@ class Pool:
         self.returned: deque[FinalizerRecord[Slot]] = deque()
         #: Records of living slots and leases: see [Note: finalizers] in ``forking.py``.
         self._records: set[FinalizerRecord[Slot]] = set()
-        #: One bound method for all records, since each attribute access makes another.
+        #: Stored, since each attribute access makes another bound method.
         self._on_return = self.returned.append
         #: See [Note: retired slabs], with the fences of dead slots in these slabs.
         self._retired: dict[HostSlab, None] = {}
@@ -317,7 +298,6 @@ class Pool:
             quota.used_bytes = quota.held_bytes = 0
 
     def register(self, quota: Quota) -> None:
-        """Adds a tier's quota: see [Note: quotas]."""
         with self._lock.lock:
             self._quotas.add(quota)
             self.is_closed = False
@@ -335,11 +315,7 @@ class Pool:
                 self.bound.update()
 
     def allocate(self, nbytes: int, quota: Quota | None = None) -> HostSlot | None:
-        """Returns a slot of ``nbytes`` bytes, or ``None`` if ``quota`` or the system has no room.
-
-        Args:
-            quota: quota of the slot, which records the reason for a refusal.
-        """
+        """Returns a slot of ``nbytes`` bytes, or ``None`` (for a reason that ``quota`` records)."""
         try:
             return self._grown(partial(self.take, nbytes, quota), quota)
         except (MemoryError, RuntimeError) as error:
@@ -371,7 +347,7 @@ class Pool:
         """Returns ``nbytes`` bytes of existing slabs, or of ``memory``; ``None`` if ``quota`` has no room.
 
         Args:
-            quota: quota of the slot, which records the reason for a refusal.
+            quota: records the reason for a refusal.
             leased: whether to return a tensor as ``lease`` does, instead of a slot.
             memory: a new slab to add to the pool.
 
@@ -527,7 +503,6 @@ class Pool:
                 self._told()
 
     def restart_peak(self, quota: Quota) -> None:
-        """Restarts the peak of ``quota`` from its current use."""
         self.poll()
         with self._lock.lock:
             quota.peak_bytes = quota.used_bytes
@@ -618,11 +593,7 @@ class Pool:
         return MustGrow(wanted, self._sizes.least(need))
 
     def _poll(self, keep: int | None = None) -> None:
-        """Collects dead slots and frees retired and idle slabs: see the notes of the class.
-
-        Args:
-            keep: idle bytes to keep, if fewer than ``idle_bytes``.
-        """
+        """Collects dead slots, frees retired slabs, and frees idle slabs down to ``keep`` or ``idle_bytes``."""
         if self._is_crashed:
             self._begin_after_a_crash()
         while self.returned:

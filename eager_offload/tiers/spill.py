@@ -59,7 +59,7 @@ class Usage(NamedTuple):
 
 
 class _Bounce:
-    """Aligned buffers for bytes whose own memory is unsuitable for direct I/O."""
+    """Aligned buffers for direct I/O."""
 
     def __init__(self) -> None:
         self._permits = threading.BoundedSemaphore(_BOUNCE_BUFFERS)
@@ -87,8 +87,7 @@ class SpillFile:
     """An unnamed file of mode 0600, from which slots are cut. Closed with the last reference.
 
     Any number of threads may read and write; one at a time may call ``grow``. The methods from ``read_into`` to
-    ``close`` make one or two system calls each and raise their ``OSError``; subclasses in tests make these methods fail
-    or do half of their work.
+    ``close`` make one or two system calls each and raise their ``OSError``. Tests override these methods.
 
     [Note: direct I/O]
     A buffered write leaves a copy in the page cache, which would use up the memory that offloading frees. Thus the file
@@ -155,8 +154,6 @@ class SpillFile:
         self.set_direct(False)
         return None
 
-    # -- room -----------------------------------------------------------------------------------------------------
-
     def room(self) -> int:
         """Returns the bytes by which the file may grow: free space above the floor, up to the file size limit."""
         try:
@@ -169,16 +166,12 @@ class SpillFile:
         return max(free if most is None else min(free, most - usage.length), 0)
 
     def grow(self, need: int, limit: int) -> int:
-        """Extends the file, which may take a while. The caller then updates the slab.
-
-        Args:
-            need: smallest growth, in bytes.
-            limit: largest growth, in bytes.
+        """Extends the file by ``need`` to ``limit`` bytes, which takes a while. The caller then updates the slab.
 
         Returns:
             The growth in bytes; 0 if the disk has no room.
         """
-        # Check the room first: a failing allocation fills the disk for a moment, and other programs would fail.
+        # Check the room first: a failing allocation would fill the disk for a moment, and other programs would fail.
         most, length = min(self.room(), limit), self.slab.nbytes
         for step in dict.fromkeys((max(_GROWTH, need), limit // PAGE * PAGE, need)):
             if not need <= step <= most:
@@ -200,8 +193,6 @@ class SpillFile:
                 self.refusal = None
                 return step
         return 0
-
-    # -- bytes ----------------------------------------------------------------------------------------------------
 
     def write(self, address: int, nbytes: int, offset: int) -> None:
         """Writes ``nbytes`` bytes of memory to ``offset``, a multiple of ``PAGE``, padded to whole pages.
@@ -306,7 +297,7 @@ class SpillFile:
         )
 
     def after_fork(self) -> None:
-        """Closes the file in the child, which neither uses it nor keeps its disk space allocated."""
+        """Closes the child's descriptor, which would keep the parent's disk space allocated."""
         self.inherited = True
         self.close()
 
@@ -332,7 +323,6 @@ class SpillFile:
         return Usage(disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize, file.st_size, file.st_blocks * 512)
 
     def truncate(self, length: int) -> None:
-        """Sets the length of the file without allocating disk space."""
         os.ftruncate(self.descriptor, length)
 
     def set_direct(self, direct: bool) -> None:
