@@ -381,7 +381,7 @@ def recipes(options: argparse.Namespace, report: Report) -> list[Recipe]:
     ]
     rows = [row for of_pair in found for row in of_pair]
     show("Sequences on cards", rows)
-    for one in rows:
+    for one in filter(lambda row: row.trains, rows):
         what = f"recipes: {one.model} on {one.card}, {one.length} tokens, of checkpointing's step"
         report.at_most(what, one.of_checkpointing, 1.0)
     if options.page:

@@ -147,7 +147,7 @@ def lacks_descriptor(error: OSError) -> bool:
 
 
 class SystemErrorsSuppressed:
-    """Suppresses errors of system calls, not what a signal handler raises: its ``TimeoutError`` has no number."""
+    """Suppresses errors of system calls, but not those of signal handlers (a ``TimeoutError`` without a number)."""
 
     def __enter__(self) -> None:
         pass

@@ -1,21 +1,20 @@
-"""The part of a step's movable bytes that moves, so that a budget of memory holds, or that the link hides.
+"""Chooses the fraction of a step's movable bytes that moves, to keep a memory budget or to hide all copies.
 
-Numbers only, like ``core/schedule.py``. ``Controller`` says the fraction when a step begins, and is told afterwards how
-much memory the step took and how long compute waited in it; ``eager/keeping.py`` takes the readings. ``share`` says
-which storages make up the fraction, for a step table, a plan and a compiled graph alike.
+Numbers only, as in ``core/schedule.py``. ``Controller`` sets the fraction when a step begins, and receives the step's
+memory and waits afterwards (``eager/keeping.py`` measures them). ``share`` chooses the storages for a fraction, in step
+tables, plans and compiled graphs.
 
 [Note: the fraction]
-Steps of one kind, such as those of one sequence length, have a state of their own. For each,
+Each class of steps (e.g. of one sequence length) has two fractions, and the larger is in force:
 
-    memory   Peak memory is a rest and what stays, ``(1 - f) * movable``. The slope is known, so a single step tells the
-             least fraction that fits. The highest rest of the last steps with about the same fraction counts: the less
-             moves, the less is on its way.
-    free     What the link hides follows from two steps: ``hidden`` says it by when their storages were saved and asked
-             for. After two steps in a row that stall, a quarter less moves.
+    memory   peak = base + (1 - f) * movable. The slope is known, so one measured peak gives the smallest fraction that
+             fits. ``base`` is the maximum over recent steps with a similar f, because moving fewer bytes also lowers
+             the bytes in flight.
+    free     ``hidden`` derives the hidden fraction from the times of two steps. After two stalled steps in a row it
+             falls by a quarter.
 
-and the larger fraction is in force: memory comes first. A kind that is not decided has the free fraction of the kind
-decided last. Steps that nothing is known of are one kind together. All of these moves if there is a budget, which they
-must not exceed either; else their newest bytes stay, by the bytes of the step before.
+An undecided class takes the free fraction of the class that was decided last. Unknown steps form one class: with a
+budget everything moves, otherwise the newest bytes are kept, by the bytes of the step before.
 """
 
 from __future__ import annotations
@@ -29,59 +28,59 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-#: Of the budget: is left free, and what a change has to free or fill for it to be made.
+#: Fraction of the budget that is left free; also the smallest change that is applied.
 _MARGIN = 0.02
-#: The memory fraction falls by so much at once, or by the margin, if that is less: small changes are not made.
+#: The memory fraction falls only by more than this, or than the margin if that is smaller.
 _LESS = 1 / 16
-#: Of so many steps the rests count, where the fractions differ by less than ``_LIKE``.
+#: ``base`` is the maximum over so many steps, of those whose fractions differ by at most ``_LIKE``.
 _REMEMBERED, _LIKE = 64, 1 / 8
-#: Of a step: the part for which compute may wait for what a link hides.
+#: Fraction of a step for which compute may wait while copies still count as hidden.
 _WAITED = 0.01
-#: Of a step: a wait that is too long, and of what moves, the part that does after two such steps in a row.
+#: A step has stalled if it waits for a larger fraction; after two in a row the free fraction is multiplied.
 _STALLED, _REDUCED = 0.02, 0.75
-#: A link is taken to be of such a part of its pace where windows are sized, and a copy to be noticed so many seconds
-#: after it is over: a host that waits for that has to be ahead of compute by then.
+#: To size windows, the link is assumed to be slower by this factor, and the host to notice the end of a copy so many
+#: seconds late.
 _SLOWER, _NOTICED = 2 / 3, 1e-3
-#: The bytes that are brought back early are known to such a part.
+#: The prefetch window is found to within this fraction (1 / 16).
 _PARTS = 16
-#: A pace is looked for within so many octaves around that of the link, which are halved so often.
+#: The pace is bisected within so many octaves around the link's, in so many halvings.
 _OCTAVES, _HALVINGS = 32.0, 16
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step as the rule by pace sees it: its storages in the order in which they are saved, in bytes and seconds."""
+    """The storages of a step in save order, with times in seconds from its beginning."""
 
     nbytes: Sequence[int]
-    """Of each storage."""
+    """Bytes of each storage."""
     final: Sequence[float]
-    """When each may leave."""
+    """The time from which each may leave."""
     unpacked_at: Sequence[float]
-    """When each is asked for first."""
+    """The time of each storage's first unpack."""
     unpacks: Sequence[int]
-    """Those that are asked for, in that order."""
+    """The unpacked storages, in order."""
     turn: float
-    """When backward begins."""
+    """The beginning of backward."""
     seconds: float
-    """Of the step, in which compute never waits."""
+    """Length of the step without waits."""
     out: float
     back: float
-    """Bytes a second."""
+    """Link bandwidth, in bytes per second."""
     window: int
-    """Bytes on their way out at most."""
+    """The in-flight window, in bytes."""
     ahead: int
-    """Bytes brought back early at most."""
+    """The prefetch window, in bytes."""
     first: Collection[int] = ()
-    """Those that move before any other does, whatever the link hides."""
+    """Storages that move before all others, hidden or not."""
 
     @cached_property
     def leaving(self) -> list[int]:
-        """The storages in the order in which they may leave."""
+        """The storages, ordered by the time from which they may leave."""
         return sorted(range(len(self.final)), key=self.final.__getitem__)
 
     @cached_property
     def called(self) -> list[float]:
-        """When each is brought back at the earliest: the look-ahead, which what stays takes a part of, comes to it."""
+        """The earliest time of each reload: when the prefetch window, which kept storages share, reaches it."""
         called, first, between = [self.turn] * len(self.nbytes), 0, 0
         for at, number in enumerate(self.unpacks):
             between += self.nbytes[number]
@@ -94,18 +93,18 @@ class Timeline:
 
     @cached_property
     def known(self) -> dict[float, list[bool]]:
-        """What links of some paces hide: the parts of one step are bisected through the same paces."""
+        """Results of ``hidden`` by pace: all bisections of a step try the same paces."""
         return {}
 
 
 def share(step: Timeline, fraction: float) -> list[bool]:
-    """Returns of each storage whether it moves, where that part of the bytes does: the least that is not less.
+    """Returns, per storage, whether it moves, so that at least ``fraction`` of the bytes do.
 
-    1. A link of the least pace is looked for that hides so many bytes; see ``hidden``. The pace is bisected.
-    2. What moves behind a slower link moves behind a faster one too. So less is always a part of more.
-    3. Between the last two paces the oldest move.
+    1. Bisect the pace of a link to find the slowest link that would hide enough bytes (see ``hidden``).
+    2. All storages that a slower link would hide move, so that a smaller fraction is always a subset of a larger one.
+    3. Between the last two paces, the oldest storages move.
 
-    This chooses among ``step.first``, and among the others once all of those move.
+    ``step.first`` is chosen from first; other storages move only if all of these do.
     """
     nbytes = step.nbytes
     due = sum(nbytes) - round((1 - fraction) * sum(nbytes))
@@ -134,13 +133,13 @@ def share(step: Timeline, fraction: float) -> list[bool]:
 
 
 def hidden(step: Timeline, pace: float = 1.0) -> list[bool]:
-    """Returns of each storage whether it moves, where a link hides that which is so many times as fast.
+    """Returns, per storage, whether it moves if copies must be hidden, with a link that is ``pace`` times as fast.
 
-    Storages are taken in the order in which they may leave. One moves if with those taken before it compute waits for
-    at most ``_WAITED`` of the step, for both queues together:
+    Greedy, in the order in which storages may leave: a storage moves if compute still waits for at most ``_WAITED`` of
+    the step, for both queues together:
 
-        out    copies run one after the other, and forward waits where the window is full
-        back   copies run one after the other, in the order in which they are asked for, each once it is called
+        out    copies run one after another; forward waits while the window is full
+        back   reloads run one after another, in unpack order, none before its storage is called
     """
     out, back, allowed = step.out * pace, step.back * pace, _WAITED * step.seconds
     moves = [False] * len(step.nbytes)
@@ -156,9 +155,8 @@ def hidden(step: Timeline, pace: float = 1.0) -> list[bool]:
                 break
             over, begins = over - freed, gone
         waits, gone = waited + begins - now, max(free, begins) + nbytes / out
-        place = bisect_right(
-            queue, -unpacked_at, key=lambda one: -one.unpacked_at
-        )  # the end, where backward asks in reverse
+        # The end of the queue, if backward unpacks in reverse.
+        place = bisect_right(queue, -unpacked_at, key=lambda one: -one.unpacked_at)
         after = queue[place:]
         del queue[place:]
         queue.append(_reload(queue, unpacked_at, nbytes / back, step.called[number]))
@@ -174,26 +172,26 @@ def hidden(step: Timeline, pace: float = 1.0) -> list[bool]:
 
 
 class Least(NamedTuple):
-    """The least bytes of windows with which no window of a step is full and no storage late."""
+    """The smallest windows with which no window is full and no storage is late."""
 
     window: int
-    """On their way out."""
+    """The in-flight window, in bytes."""
     ahead: int
-    """Brought back early, and the newest that stay."""
+    """The prefetch window, and the newest bytes that are kept."""
     in_vain: set[int]
-    """Storages that are asked for before a copy out could be over: to move them would free nothing."""
+    """Storages that are needed before their copy could finish, so that moving them would free nothing."""
 
 
 def least_windows(step: Timeline) -> Least | None:
-    """Returns the least windows; ``None`` for a step whose link is busy even with the windows of ``step``.
+    """Returns the smallest windows; ``None`` if the link is busy even with the windows of ``step``.
 
-    1. The newest storages, of as many bytes as are brought back early, stay. All others leave one after the other, as
-       each may, and come back one after the other. One that is asked for too soon with any windows is left out.
-    2. The bytes brought back early are the least with which each storage is away in time to be called, and called in
-       time to be back. They are bisected.
-    3. The bytes on their way out are the most that there are at one time.
+    1. The newest storages are kept, as many bytes as the prefetch window. All others are offloaded and reloaded one
+       after another, except those that are needed too soon with any windows.
+    2. Bisect the prefetch window, to find the smallest with which each storage is offloaded before it is called, and
+       called early enough to be back.
+    3. The in-flight window is the maximum of the bytes in flight.
 
-    A link is taken to be slower than it is, and its copies to be noticed late.
+    The link is assumed to be slower than measured, and its copies to be noticed late.
     """
     nbytes, final, out, back = step.nbytes, step.final, step.out * _SLOWER, step.back * _SLOWER
     before = [0, *accumulate(nbytes[number] for number in step.unpacks)]
@@ -208,7 +206,7 @@ def least_windows(step: Timeline) -> Least | None:
     too_soon = {one for one in leaving if final[one] + nbytes[one] / out + nbytes[one] / back > step.unpacked_at[one]}
 
     def needed(ahead: int) -> float:
-        """Returns the most bytes on their way out; without end where ``ahead`` is too little."""
+        """Returns the maximum of the bytes in flight; infinite if ``ahead`` is too small."""
         left_out = staying(ahead) | too_soon
         begins, latest = dict[int, float](), math.inf
         for place in reversed(range(len(unpacked_at))):
@@ -245,20 +243,19 @@ def least_windows(step: Timeline) -> Least | None:
 
 
 class _Reload(NamedTuple):
-    """A storage in the queue back, in which the last to be asked for is the first."""
+    """A storage in the queue of reloads, whose first element is the last to be unpacked."""
 
     unpacked_at: float
     seconds: float
     called: float
     begins: float
-    """When it has to begin, for it and those that are asked for after it to be there in time, or as late as those are
-    anyway."""
+    """The latest beginning with which this and the later reloads are not later than they must be."""
     late: float
-    """For how long compute waits for it and those that are asked for after it."""
+    """Seconds that compute waits for this and the later reloads."""
 
 
 def _reload(queue: Sequence[_Reload], unpacked_at: float, seconds: float, called: float) -> _Reload:
-    """Returns what is in front of ``queue`` if it is asked for before all of that."""
+    """Returns the reload that precedes all of ``queue``."""
     begins, late = (min(unpacked_at, queue[-1].begins), queue[-1].late) if queue else (unpacked_at, 0.0)
     begins -= seconds
     return _Reload(unpacked_at, seconds, called, max(begins, called), late + max(called - begins, 0.0))
@@ -266,51 +263,55 @@ def _reload(queue: Sequence[_Reload], unpacked_at: float, seconds: float, called
 
 @dataclass(slots=True)
 class StepClass:
-    """The steps of one kind so far."""
+    """The controller's state for one class of steps."""
 
     memory: float = 1.0
-    #: Of the last steps, the fraction and the bytes beside those that stayed.
-    rests: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    #: The part that the link hides; ``None`` until that is decided.
+    #: The fraction and ``base`` of the latest steps.
+    bases: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    #: The free fraction; ``None`` until it is decided.
     free: float | None = None
-    #: Whether compute waited for too long in the last step with that.
+    #: Whether the last step with this fraction stalled.
     is_stalled: bool = False
 
 
 class Controller:
-    """Sets the fraction for each kind of step.
+    """Sets the fraction for each class of steps.
 
     Args:
-        budget: bytes of the device; ``None`` for any number.
-        part: the least that moves in steps of which it is not decided what the link hides.
-        is_free: whether that is decided.
+        budget: bytes of device memory; ``None``: unlimited.
+        part: the free fraction of undecided classes.
+        is_free: whether to decide the free fractions.
     """
 
     def __init__(self, budget: int | None, part: float = 0.0, *, is_free: bool = False) -> None:
         self.budget, self.is_free = budget, is_free
-        #: The part of the last step that was judged for which compute waited.
+        #: The fraction of the last observed step for which compute waited.
         self.slowdown = 0.0
         self._part = part
-        #: The steps that nothing is known of.
+        #: The class of unknown steps.
         self.unknown = StepClass()
 
     def fixed(self) -> Controller:
-        """Returns one for steps that have no time of their own, with the part that was decided last."""
+        """Returns a controller for steps that are not timed, with the fraction that was decided last."""
         return Controller(None, self._part)
 
     def fraction(self, kind: StepClass) -> float:
-        """Returns the part of the movable bytes that moves in a step of that kind."""
+        """Returns the fraction of the movable bytes that moves in the next step of the class."""
         memory = 0.0 if self.budget is None else kind.memory
         return max(memory, self._part if kind.free is None else kind.free)
 
     def decide(self, kind: StepClass, part: float) -> None:
-        """Has the link hide that part of steps of that kind, and of kinds that are not decided yet."""
+        """Sets the free fraction of a class, and of undecided classes."""
         kind.free = self._part = part
 
     def observe_waits(self, kind: StepClass, fraction: float, part: float) -> None:
-        """Learns from the part of a step for which compute waited; ``fraction``: with which the step was begun."""
+        """Updates the free fraction by ``part``, the fraction of a step for which compute waited.
+
+        Args:
+            fraction: the fraction that was in force in the step.
+        """
         if kind.free is None or fraction != kind.free:
-            return  # memory asked for more, or it was begun before a change
+            return  # the memory fraction was in force, or the step began before a change
         self.slowdown = part
         was_stalled, kind.is_stalled = kind.is_stalled, part > _STALLED
         if was_stalled and kind.is_stalled:
@@ -320,23 +321,24 @@ class Controller:
     def observe_memory(
         self, kind: StepClass, peak: int, kept: int, movable: int, growth: int, *, is_exact: bool
     ) -> None:
-        """Learns from the memory of a step that is over.
+        """Updates the memory fraction by the memory of a finished step.
 
         Args:
-            peak: bytes of the device that were used at one time.
-            kept: movable bytes that stayed.
+            peak: the step's peak, in bytes.
+            kept: movable bytes that were kept.
             movable: bytes that could have moved.
-            growth: bytes that are used from now on, and were not when the step began, such as gradients.
-            is_exact: ``False``: the peak was that at most, so more may stay, and less has to for ``growth`` alone.
+            growth: bytes that were allocated in the step and stay in use (e.g. gradients).
+            is_exact: whether ``peak`` is exact; otherwise, it is an upper bound, so that the fraction rises for
+                ``growth`` alone.
         """
         if self.budget is None or not movable:
             return
-        fraction, rest, growth = 1 - kept / movable, peak - kept, max(growth, 0)
+        fraction, base, growth = 1 - kept / movable, peak - kept, max(growth, 0)
         if is_exact:
-            kind.rests.append((fraction, rest))
-            rest = max(one for then, one in kind.rests if abs(then - fraction) <= _LIKE)
+            kind.bases.append((fraction, base))
+            base = max(one for then, one in kind.bases if abs(then - fraction) <= _LIKE)
         small = self.budget * _MARGIN
-        least = min(max(1 - (self.budget - small - rest - growth) / movable, 0.0), 1.0)
+        least = min(max(1 - (self.budget - small - base - growth) / movable, 0.0), 1.0)
         if not is_exact:
             least = min(least, kind.memory + growth / movable)
         if least > kind.memory or kind.memory - least > min(small / movable, _LESS):

@@ -1,7 +1,7 @@
-"""A small view with holes moves as its own elements: what lies between them in its storage stays behind.
+"""Views with holes: a small view that is not dense moves as its own elements.
 
-``gather`` copies them side by side before they leave, ``scatter`` copies them to their places when they are back; a
-broadcast dimension travels once. All saves that share such a storage are views of the same size and strides.
+``gather`` packs the elements before the offload, and ``scatter`` puts them into place after the reload. A broadcast
+dimension is copied once. All saves that share such a storage have the same size and strides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def gather(transfers: Transfers, saved: SavedStorage) -> Tensor | None:
     """Returns the gathered elements, flat ``uint8``; ``None``, with a warning, if the device has no memory for them."""
     runtime, nbytes = transfers.runtime, saved.footprint.moved
     try:
-        with runtime.enter(saved.stream):  # behind what computes the view
+        with runtime.enter(saved.stream):  # ordered after the operator that computes the view
             gathered = runtime.allocate(Layout(nbytes), transfers.device, saved.stream)
             alias, first = saved.aliases[0], saved.footprint.start
             elements = _elements(alias.untyped_storage(), first, alias.size(), alias.stride(), alias.dtype)
@@ -38,7 +38,7 @@ def gather(transfers: Transfers, saved: SavedStorage) -> Tensor | None:
 
 
 def scatter(transfers: Transfers, view: SavedView, gathered: Tensor, stream: Stream) -> Tensor:
-    """Returns new memory of ``stream`` with the gathered elements at the places that ``view`` has for them."""
+    """Returns new memory of ``stream`` with the gathered elements in the places of ``view``."""
     layout = Layout(view.storage.footprint.nbytes, view.storage.layout.alignment_offset)
     place = transfers.runtime.allocate(layout, transfers.device, stream)
     storage, first_byte = place.untyped_storage(), int(place.storage_offset())
@@ -52,7 +52,7 @@ def _elements(
 ) -> Tensor:
     """Returns the distinct elements of a view of ``storage`` whose first one begins at ``first_byte``.
 
-    It is over the storage itself: an alias with the conjugate or negative bit would be copied with the bit applied.
+    The result has no conjugate or negative bit, which a copy would apply.
     """
     distinct = tuple(1 if step == 0 else length for length, step in zip(size, stride, strict=True))
     nothing = without_bytes(dtype, storage.device).data

@@ -1,5 +1,4 @@
-"""``HeldTensor``: a tensor of the caller's own that leaves as a saved one does, for autograd functions and engines that
-keep tensors beside autograd."""
+"""``HeldTensor``: offloads a tensor that the caller holds, e.g. for an engine with a store of its own."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from eager_offload.torch_private.memory import version_of
 
 
 class HeldTensor:
-    """A tensor that an :class:`Offload` holds, and moves as it moves saved tensors; ``Offload.hold`` makes one.
+    """A tensor that an :class:`Offload` holds and moves like a saved tensor; made by ``Offload.hold``.
 
-    It keeps what it needs for as long as it lives: drop it, restored or not, and its bytes go back. It may be restored
-    more than once, and on another stream or thread than it was made on.
+    Deleting the object frees its bytes, restored or not. It may be restored several times, and on other streams or
+    threads than it was made on.
     """
 
     __slots__ = ("__weakref__", "_packed")
@@ -25,30 +24,30 @@ class HeldTensor:
         self._packed = packed
 
     def restore(self) -> Tensor:
-        """Returns the tensor again, bit for bit, with its sizes and strides, for the stream that is current now.
+        """Returns the tensor, bit for bit, with its size and strides, ordered on the current stream.
 
         The returned tensor has no history and does not require grad.
 
         Raises:
-            SavedTensorModifiedError: the tensor was changed in place after it was held.
-            TransferError, CorruptionError: its bytes did not come back.
+            SavedTensorModifiedError: the tensor was modified in place after ``hold``.
+            TransferError, CorruptionError: its bytes could not be reloaded.
         """
         tensor = unpack(self._packed)
         return tensor.detach() if tensor.requires_grad else tensor
 
     def prefetch(self) -> None:
-        """Starts to bring the tensor back, if it is away and there is room in ``prefetch_bytes``; waits for nothing."""
+        """Starts to reload the tensor, if it was offloaded and ``prefetch_bytes`` has room. Does not wait."""
         for view in views_of(self._packed):
             view.prefetch()
 
 
 def views_of(packed: Packed) -> list[SavedView]:
-    """Returns the handles of what was taken of a saved tensor."""
+    """Returns the handles of the offloaded tensors in a packed one."""
     if isinstance(packed, KeptTensor):
         return []
     return [packed] if isinstance(packed, SavedView) else list(packed.views())
 
 
 def stays(tensor: Tensor) -> KeptTensor:
-    """Returns the handle of a tensor that stays, counted nowhere: nothing is moved."""
+    """Returns the handle of a tensor that is kept and not counted."""
     return KeptTensor(detached_for_keeping(tensor), version_of(tensor), KeepReason.REGION)

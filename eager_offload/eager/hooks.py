@@ -44,33 +44,32 @@ from eager_offload.torch_private.memory import storage_of, version_of
 #: What autograd holds in place of a saved tensor.
 Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor
 
-#: Reasons of what takes no memory of the device because it is saved, or none that is known.
+#: Reasons of kept tensors that add no device memory, or an unknown amount.
 _UNTRACKED = frozenset({KeepReason.PARAMETER, KeepReason.DEVICE, KeepReason.LAYOUT})
 
 _sequences = itertools.count(1)
-#: Less than every sequence number: no operator that saves a tensor now may still fill it.
+#: Less than every sequence number: the tensor is final.
 _WHOLE = -1
 
 
 class ThreadState:
-    """What one thread has going with one ``Offload``."""
+    """The state of one thread in one ``Offload``."""
 
     def __init__(self) -> None:
-        #: Names the thread's current step.
+        #: Identifies the thread's current step.
         self.sequence = next(_sequences)
-        #: How many tensors were packed in it; unknown where the object was closed in the midst of it, and not 0 then.
+        #: Tensors packed in the step; 1 if unknown, because the ``Offload`` was closed during the step.
         self.packed = 1
         self.queues: dict[SavedTensors, ResidentQueue] = {}
         self.steps: dict[SavedTensors, Step] = {}
-        #: What takes over in a step of which a graph is captured.
+        #: The hooks that replace these while a step is captured.
         self.captured: Hooks | None = None
 
     def begin(self) -> None:
-        """A new step begins."""
         self.sequence = next(_sequences)
         self.packed = 0
         self.steps = {}
-        queues = list(self.queues.items())  # a signal handler may begin a forward in the midst of this
+        queues = list(self.queues.items())  # a copy: a signal handler may begin a forward here
         if any(saves.offloader.is_crashed for saves, _ in queues):
             queues = [one for one in queues if not one[0].offloader.is_crashed]
             self.queues = dict(queues)
@@ -85,7 +84,7 @@ class ThreadState:
         return queue
 
     def step_of(self, saves: SavedTensors) -> Step:
-        """The current step, as far as it concerns one device, which has a queue from then on."""
+        """Returns the current step on one device; creates the step and its queue if needed."""
         step, phase = self.steps.get(saves), contexts.thread.phase
         if step is not None and (step.phase is not phase or (step.is_over and phase is None)):
             self.sequence = next(_sequences)
@@ -98,56 +97,54 @@ class ThreadState:
 
 
 class _Threads(threading.local):
-    """Each thread's own state."""
-
     def __init__(self) -> None:
         self.state = ThreadState()
 
 
 class Devices(Protocol):
-    """What knows who moves the tensors of each device."""
+    """Maps each device to its offloader."""
 
     def of(self, device: torch.device) -> DeviceOffloader | KeepReason:
-        """Returns the offloader of ``device``, or why its tensors stay."""
+        """Returns the offloader of ``device``, or the reason for which its tensors are kept."""
 
 
 class Hooks:
-    """The pack hook of one ``Offload``, and what it needs to decide."""
+    """The pack hook of one ``Offload``."""
 
     def __init__(self, config: OffloadConfig, accounts: Accounts, offloaders: Devices) -> None:
         self._config = config
         self._min_bytes = config.size("min_bytes")
-        #: Whether what is saved outside of the modules of ``only`` stays.
+        #: Whether tensors that are saved outside of the modules of ``only`` are kept.
         self._is_limited = bool(config.only)
-        #: Whether inputs of checkpoints leave first. Not where the link says what moves, which hides that part alone.
+        #: Whether inputs of checkpoints move first: with a budget, unless hidden copies alone are allowed.
         self._sends_inputs_first = config.device_budget is not None and not config.is_free
         self._accounts = accounts
         self._offloaders = offloaders
         self._saves: dict[torch.device, SavedTensors] = {}
-        #: The part of the movable bytes that moves of each known step, by the plan that the user has given.
+        #: The user's plan: the fraction of the movable bytes of each step with a table.
         self.fraction: float | None = None
         self._threads = _Threads()
 
     def restart(self) -> None:
-        """Forgets what every thread has going: the offloaders were closed."""
+        """Drops the state of all threads, after the offloaders were closed."""
         self._saves, self._threads = {}, _Threads()
 
     @property
     def thread(self) -> ThreadState:
-        """The calling thread's."""
+        """The calling thread's state."""
         return self._threads.state
 
     def drop_crashed(self) -> None:
-        """Crashed offloaders are replaced by new ones."""
+        """Drops crashed offloaders, so that new ones replace them."""
         with self._accounts.lock:
             self._saves = {device: one for device, one in self._saves.items() if not one.offloader.is_crashed}
 
     def serve(self, saves: SavedTensors) -> None:
-        """Has ``saves`` take what is saved on its device."""
+        """Makes ``saves`` receive the saves on its device."""
         self._saves[saves.device] = saves
 
     def saved_tensors(self, device: torch.device) -> SavedTensors | KeepReason:
-        """The saved tensors of ``device``, or why its tensors stay.
+        """Returns the saved tensors of ``device``, or the reason for which its tensors are kept.
 
         Raises:
             ConfigError: the configuration cannot work with this device.
@@ -164,11 +161,11 @@ class Hooks:
         return saves
 
     def pack(self, tensor: Tensor, *, is_unseen: bool = False, packed_at: int | None = None) -> Packed:
-        """Decides about a saved tensor; called by autograd while the operator that saves it is recorded.
+        """Returns the handle of a saved tensor. Autograd calls this hook while it records the operator.
 
         Args:
-            is_unseen: whether neither modes, nor a profiler, nor the tensor's own class see anything of it any more.
-            packed_at: the sequence number of the operator that may still fill it; ``None``: of the one that runs now.
+            is_unseen: whether modes, profiler and ``__torch_function__`` are already disabled.
+            packed_at: the sequence number of the operator that may still fill the tensor; ``None``: the current one.
         """
         if not is_unseen:
             kind = type(tensor)
@@ -193,9 +190,8 @@ class Hooks:
             elif marks.inside.has_to_stay(self._is_limited):
                 reason = KeepReason.REGION
             elif isinstance(current_autograd_node(), torch.autograd.function.BackwardCFunction):
-                # Reentrant checkpointing runs the forward again inside the backward of its own node and asks for the
-                # result at once. A graph that backward builds with `create_graph=True` is made by torch's own nodes,
-                # and moves like any other.
+                # Reentrant checkpointing recomputes inside the backward of its own Python node, and needs the saves at
+                # once. Graphs of `create_graph=True` are built by torch's own nodes, and their saves move.
                 reason = KeepReason.NEWEST
             else:
                 step = thread.steps.get(saves)
@@ -219,8 +215,7 @@ class Hooks:
         return packed
 
     def _pack_unseen(self, tensor: Tensor, packed_at: int | None) -> Packed:
-        """Decides where the caller has modes active, or ``tensor`` is of a subclass, which are to see nothing of it, or
-        where there is a profiler, which is told."""
+        """Packs ``tensor`` with modes and ``__torch_function__`` disabled, and in a profiler range if profiling."""
         if not (dispatch_modes() or function_modes()):
             with profiled("pack") if profiler_is_on() else nullcontext(), without_torch_function():
                 return self.pack(tensor, is_unseen=True, packed_at=packed_at)
@@ -231,12 +226,11 @@ class Hooks:
         changes = allowing_changes()
         with without_caller_modes(), without_torch_function():
             packed = self.pack(tensor, is_unseen=True, packed_at=packed_at)
-            assert not isinstance(packed, ChangeableTensor), "that is what is made here alone"
+            assert not isinstance(packed, ChangeableTensor), "made here alone"
             return packed if changes is None else ChangeableTensor(tensor, packed, changes)
 
     def hold(self, tensor: Tensor) -> Packed:
-        """Returns the handle of a tensor of the caller's own, which no operator fills any more, and starts its copy
-        if it is due."""
+        """Returns the handle of a tensor that the caller holds, and starts due copies. The tensor must be final."""
         packed = self.pack(tensor, packed_at=_WHOLE)
         hooks = self.thread.captured or self
         for saves, queue in list(hooks.thread.queues.items()):
@@ -244,7 +238,7 @@ class Hooks:
         return packed
 
     def last_table(self, device: torch.device | None) -> StepTable | None:
-        """The table of the step that was looked up last on ``device``, or where that is ``None`` on any."""
+        """Returns the table of the last step that matched one on ``device``; ``None``: on any device."""
         for saves in list(self._saves.values()):
             own = saves.device
             is_meant = device is None or (device.type == own.type and len({device.index, own.index} - {None}) < 2)
@@ -253,22 +247,22 @@ class Hooks:
         return None
 
     def leave(self, *, waits: bool) -> None:
-        """A context is left: every operator has run, so all that has to leave does.
+        """Starts all due copies when a context exits, since every operator has run.
 
         Args:
-            waits: for room in the window; else what finds none stays until something is saved again.
+            waits: whether to wait for room in the window; otherwise, the rest is left for the next save.
         """
         for saves, queue in list(self.thread.queues.items()):
             saves.flush(queue, waits=waits)
 
     def _keep(self, tensor: Tensor, reason: KeepReason) -> KeptTensor:
-        """The handle of a tensor that stays."""
+        """Returns the handle of a kept tensor, and counts the tensor."""
         accounts, nbytes = self._accounts, logical_bytes(tensor)
         held = detached_for_keeping(tensor)
         handle = KeptTensor(held, version_of(tensor), reason)
         is_followed = reason not in _UNTRACKED
-        if reason is KeepReason.SMALL:  # only a view of more is worth following to its end
-            storage = storage_of(tensor) if tensor._is_view() else None  # most are none, and are not asked for theirs
+        if reason is KeepReason.SMALL:  # follow only views that keep a large storage alive
+            storage = storage_of(tensor) if tensor._is_view() else None
             is_large = storage is not None and storage.nbytes() >= max(self._min_bytes, 1)
             is_followed = is_large and not is_parameter(tensor)
         with accounts.lock:
@@ -280,10 +274,10 @@ class Hooks:
         return handle
 
     def _share(self, tensor: Tensor, thread: ThreadState) -> SavedView | None:
-        """A small tensor whose storage leaves anyway goes with it: kept, it would hold all of that on the device."""
+        """Shares the offloaded storage of a small view: a kept view would keep the whole storage on the device."""
         if marks.inside.has_to_stay(self._is_limited):
             return None
-        for saves, queue in list(thread.queues.items()):  # the garbage collector may come back to us meanwhile
+        for saves, queue in list(thread.queues.items()):  # a copy: the garbage collector may call a hook here
             step = thread.step_of(saves)
             if saves.may_know(tensor, step):
                 return saves.share(tensor, queue, autograd_sequence(), step)
@@ -291,11 +285,11 @@ class Hooks:
 
 
 def _is_checkpoint_input() -> bool:
-    """Returns whether ``torch_remat`` says of the tensor that is packed now that a checkpoint is to compute from it."""
-    remat = sys.modules.get("torch_remat")  # it is not imported for that: without it, no tensor is one
+    """Returns whether ``torch_remat`` marks the tensor that is packed now as the input of a checkpoint."""
+    remat = sys.modules.get("torch_remat")  # never imported for this
     if remat is None:
         return False
     try:
         return bool(remat.current_saved_tensor_info().kind is remat.SavedTensorKind.CHECKPOINT_INPUT)
-    except (AttributeError, RuntimeError):  # of an earlier release; or autograd, and not torch_remat, has called pack
+    except (AttributeError, RuntimeError):  # an earlier release; or a pack by autograd itself
         return False

@@ -1,9 +1,6 @@
-"""The tensors of one device that autograd saves: which storage each belongs to, and whether that may leave.
+"""The saved tensors of one device: finds or creates the storage of each save, and queues it for its offload.
 
-    save      sharing, the step's table, the resident queue -> moves.py starts the copies that are due
-    forget    the last handle of a storage has gone
-
-Nothing here holds a saved storage strongly: see [Note: lifetime belongs to handles].
+References to saved storages are weak: see [Note: lifetime belongs to handles]. ``moves.py`` starts the due copies.
 """
 
 from __future__ import annotations
@@ -30,12 +27,12 @@ from eager_offload.marks import Mark
 from eager_offload.stats import KeepReason
 from eager_offload.torch_private.memory import base_of, storage_key, version_of, weak_storage
 
-#: A storage that is saved over and over, as a mask is by every layer, is saved as a new one each time that it has left:
-#: it may have been written in between. After this many times it has an owner that holds it while forward runs, so it
-#: waits for the end of that, and all further saves share it. Beyond that it stays: moving it frees nothing.
+#: A storage that is saved again after its copy has started (e.g. a mask, by each layer) becomes a new saved storage: it
+#: may have been written in between. After this many times the program evidently holds it during forward. So the last
+#: copy waits for the end of forward, and later saves share it, or are kept, because moving them would free nothing.
 _MOST_TIMES = 3
 
-#: Bytes; of a storage that is at least so large it is asked how much of it is in memory.
+#: Bytes; of larger storages, only the pages that were touched count in the queue.
 _LARGE = 16 * MIB
 
 
@@ -45,8 +42,8 @@ class SavedTensors:
     An exception that is not the library's own crashes the offloader: see the note in ``engine/offloader.py``.
 
     Args:
-        tables: of steps that were seen before; ``None``: none were.
-        script: writes the steps down, or holds them to a script, in a function of which a graph is captured.
+        tables: step tables of earlier steps.
+        script: records the steps of a function that is captured, or compares them with the record.
     """
 
     def __init__(
@@ -58,15 +55,15 @@ class SavedTensors:
     ) -> None:
         self.offloader, self.device = offloader, offloader.device
         self._runtime, self._accounts, self._windows = offloader.runtime, offloader.accounts, offloader.windows
-        #: Of steps before they run.
+
         self.tables = StepTables(config.step_tables, self._accounts) if tables is None else tables
         self.script = script
-        #: Along which the look-ahead brings storages back.
+
         self.order = PrefetchOrder(self._windows.prefetch)
         self.keeping = Keeping(offloader, config, self.tables, self.order)
         self.moves = Moves(offloader, self.order, self.keeping)
         self._keys = itertools.count(1)
-        #: The last save of each storage, or of a part of it, by what names that.
+        #: The latest record of each storage, or of a part of a storage, by its key.
         self.names: dict[Hashable, StorageRecord] = {}
         self._steps: set[StepRecord] = set()
         self._weak = weakref.ref(self)
@@ -74,12 +71,10 @@ class SavedTensors:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def new_queue(self) -> ResidentQueue:
-        """Returns a queue of the newest bytes, for one thread."""
         with self.offloader.lock:
             return self.keeping.new_queue()
 
     def new_step(self, queue: ResidentQueue) -> Step:
-        """Returns a step of the thread of ``queue``."""
         with self.offloader.lock, self.offloader.locked():
             step = Step(self.tables)
             record = StepRecord(step, self.offloader.on_death)
@@ -91,7 +86,7 @@ class SavedTensors:
             return step
 
     def begin_forward(self, queue: ResidentQueue) -> None:
-        """Begins a forward on the thread of ``queue``: what was learnt says how much of it stays."""
+        """Updates the limits for a forward on the thread of ``queue``."""
         offloader = self.offloader
         if not self.keeping.adapts or offloader.is_crashed or offloader.runtime.is_capturing(offloader.device):
             return
@@ -102,7 +97,7 @@ class SavedTensors:
         """Begins another step in the same context; ``queue`` is the calling thread's.
 
         Args:
-            counts: whether the one before counts by itself.
+            counts: whether the previous step counts as one in the stats.
         """
         if counts:
             with self.offloader.lock:
@@ -110,7 +105,7 @@ class SavedTensors:
         self.begin_forward(queue)
 
     def update(self, record: StepRecord) -> None:
-        """Takes in what a step has taught whose graph is gone; needs the lock."""
+        """Derives a table from a step whose graph has died. Callers hold the lock."""
         self._steps.discard(record)
         self.tables.update(record.log, self.keeping.link, self._windows)
 
@@ -119,14 +114,14 @@ class SavedTensors:
     def save(
         self, tensor: Tensor, queue: ResidentQueue, packed_at: int, step: Step, mark: Mark | None
     ) -> SavedView | KeepReason:
-        """Returns the handle of a tensor whose storage is to leave, or a reason where it has to stay after all.
+        """Returns the handle of a tensor whose storage will be offloaded, or the reason for which the tensor is kept.
 
         Args:
             tensor: strided, not empty, on this device.
             queue: the calling thread's.
             packed_at: the calling thread's autograd sequence number.
             step: the calling thread's current one.
-            mark: that the user has put on its storage.
+            mark: the user's mark on the storage.
         """
         offloader = self.offloader
         if offloader.is_crashed:
@@ -136,16 +131,16 @@ class SavedTensors:
         runtime = self._runtime
         try:
             storage, address = tensor.untyped_storage(), tensor.data_ptr()
-        except (NotImplementedError, RuntimeError):  # a wrapper without bytes of its own, inside a transform
+        except (NotImplementedError, RuntimeError):  # a wrapper without bytes, inside a transform
             return KeepReason.LAYOUT
         if not address or address % tensor.itemsize:
-            return KeepReason.LAYOUT  # zeros that are nowhere, or what cannot be rebuilt at such an address
+            return KeepReason.LAYOUT  # zeros without memory, or an address that no reload could have
         try:
-            # The tables, the queue and the counters are the threads' together; the host waits without the lock only.
+            # The lock guards tables, queue and counters; the host waits only after it is released.
             with offloader.lock:
                 offloader.poll()
 
-                # 1. A storage that is known, with the bytes that it has now, serves this save too.
+                # 1. Share a saved storage with the same bytes.
                 area = footprint(tensor, storage.nbytes())
                 name: Hashable = storage_key(storage)
                 if step.kept and mark is not Mark.PREFER and self._stays_again(tensor, storage, step):
@@ -162,9 +157,9 @@ class SavedTensors:
                     if known.times_saved == _MOST_TIMES:
                         return KeepReason.ALIVE
                 if mark is Mark.KEEP:
-                    return KeepReason.MARKED  # not before: a mark that comes after the copy has started changes nothing
+                    return KeepReason.MARKED  # after sharing: a mark does not affect a copy that has started
 
-                # 2. Else it is a row of the step, of which a like step may tell what becomes of it.
+                # 2. Log the save, and look up its row in the step's table.
                 number = len(step.log.facts)
                 first = known.first if known is not None and known.step is step else number
                 facts = tensor.nbytes, area.nbytes, tensor.requires_grad, first
@@ -179,11 +174,11 @@ class SavedTensors:
                     if mark is not Mark.PREFER:
                         step.kept[name] = Kept(weak_storage(storage), number)
                         return KeepReason.ALIVE
-                    step.log.alive.discard(number)  # it is taken against its row: whether it lives will be seen
+                    step.log.alive.discard(number)  # moved against its row, so its liveness is measured again
                 if step.table is None and queue.awaited:
                     queue.stop_awaiting()
 
-                # 3. It is taken: its handle, and its place in the queue.
+                # 3. Create the handle, and queue the storage.
                 stream = runtime.current_stream(self.device)
                 saved = SavedStorage(next(self._keys), name, tensor, storage, area, self, stream, step, number)
                 record, saved.first = saved.record, first
@@ -196,17 +191,17 @@ class SavedTensors:
                 last_save = None if row is None or row.last_save < 0 else row.last_save
                 is_controlled = row is not None and self.tables.controller is not None
                 if last_save is not None:
-                    # Where a controller says how much moves, what left twice would be too much.
+                    # With a controller, bytes that move twice would exceed its fraction.
                     most = self._windows.inflight * (AWAITED_WINDOWS if is_controlled else 1)
                     if queue.awaiting_bytes + area.nbytes > most:
                         last_save = None
-                # A workspace of which a kernel uses a part takes no more than that, and to move it frees no more.
+                # A workspace that a kernel uses in part has, and frees, only the memory of that part.
                 weight = runtime.memory_of(storage) if area.whole and area.nbytes >= _LARGE else None
                 moves = row is not None and row.fate is Fate.MOVE and not step.stays
                 if row is not None and step.stays and offloader.resident_bytes + area.nbytes <= self.tables.room:
                     weight = 0
                 elif is_controlled:
-                    weight = 0  # it leaves as its row says, and pushes nothing out
+                    weight = 0  # its row decides; it displaces no other storage
                 rests = (is_controlled and not moves) or (row is not None and row.fate is Fate.REST)
                 rests = rests and mark is not Mark.PREFER
                 if rests:
@@ -227,7 +222,7 @@ class SavedTensors:
                 if self.keeping.readings is not None:
                     self.keeping.readings.note_save(step.log, number)
                 if packed_at <= queue.final_after:
-                    return view  # nothing that may leave is final yet
+                    return view  # no queued storage is final yet
                 lack = self.moves.start_due(queue, packed_at)
             if lack is not None:
                 offloader.go_on(lack, partial(self.moves.start_due, queue, packed_at))
@@ -239,18 +234,16 @@ class SavedTensors:
         return view
 
     def may_know(self, tensor: Tensor, step: Step) -> bool:
-        """Returns whether the storage of ``tensor`` might be known: a cheap question, before ``share``."""
+        """Returns whether ``share`` may find the storage of ``tensor``: a quick check."""
         try:
             name = storage_key(tensor.untyped_storage())
             return name in self.names or name in step.kept
-        except (NotImplementedError, RuntimeError):  # a wrapper without bytes of its own, inside a transform
+        except (NotImplementedError, RuntimeError):  # a wrapper without bytes, inside a transform
             return False
 
     def share(self, tensor: Tensor, queue: ResidentQueue, packed_at: int, step: Step) -> SavedView | None:
-        """Returns the handle of a tensor that would not leave for its own sake, but whose storage does; else ``None``.
-
-        Arguments as for ``save``.
-        """
+        """Returns a handle to an already offloaded storage that contains ``tensor``, or ``None``; arguments as for
+        ``save``."""
         offloader = self.offloader
         if offloader.is_crashed or offloader.refuses_saves():
             return None
@@ -265,14 +258,14 @@ class SavedTensors:
                 return self._share(whole, tensor, step)
             if whole.record.state is WAITING or footprint(tensor, storage.nbytes()).whole:
                 return None
-        saved = self.save(tensor, queue, packed_at, step, None)  # a small part would hold all that has left
+        saved = self.save(tensor, queue, packed_at, step, None)  # a kept part would keep the whole storage
         return saved if isinstance(saved, SavedView) else None
 
     def flush(self, queue: ResidentQueue, *, waits: bool = True) -> None:
-        """Starts all that exceeds the newest bytes: the context is left, so every operator has run.
+        """Starts all due copies when the context exits.
 
         Args:
-            waits: for room in the window; else what finds none stays until something is saved again.
+            waits: whether to wait for room in the window; otherwise, the rest is left for the next save.
         """
         self.start_due(queue, None, waits=waits)
         if (readings := self.keeping.readings) is not None:
@@ -280,8 +273,7 @@ class SavedTensors:
                 readings.note_exit()
 
     def start_due(self, queue: ResidentQueue, sequence: int | None, *, waits: bool = True) -> None:
-        """Starts what is due by that sequence number of the thread, or all that exceeds the newest bytes; see
-        ``flush``."""
+        """Starts the copies that are due at sequence number ``sequence`` of the thread; ``None``: the context exits."""
         offloader = self.offloader
         if offloader.is_crashed or offloader.refuses_saves():
             return
@@ -293,32 +285,30 @@ class SavedTensors:
                 offloader.go_on(lack, partial(self.moves.start_due, queue, sequence), waits=waits)
 
     def storages(self) -> list[SavedStorage]:
-        """Returns every saved storage with a living handle."""
         with self.offloader.lock:
             return self.moves.storages()
 
     # -- with the lock held -----------------------------------------------------------------------------------------
 
     def _known(self, name: Hashable, storage: torch.UntypedStorage) -> SavedStorage | None:
-        """Returns the saved storage under ``name``, if it is of the very ``storage``: an address may have a new
-        owner."""
+        """Returns the saved storage under ``name``, if it belongs to ``storage``: an address may have a new owner."""
         record = self.names.get(name)
         saved = None if record is None else record()
         return saved if saved is not None and saved.origin() is storage else None
 
     def _may_share(self, saved: SavedStorage, tensor: Tensor, queue: ResidentQueue, packed_at: int) -> bool:
-        """Returns whether the bytes that ``saved`` has, or will have, are those that ``tensor`` has at its unpack.
+        """Returns whether the copy of ``saved`` has, or will have, the bytes that ``tensor`` must have at its unpack.
 
         [Note: sharing]
-        Autograd saves by reference: a save means the bytes of its own time or later ones, however they came to be
-        written (`.data`, NumPy and kernels of others change no version). So a copy serves only saves that were made
-        before it started, and what is saved later is saved anew. (What is written so after a copy has started is not
-        seen by those earlier saves, once the original is gone.) The one exception is a save by the operator whose
-        saves set the copy off, of the same version: nothing else can have run in between. Before, a storage may be
-        shared on the stream that the copy will be ordered after: the copy takes what is there by then, and if that is
-        not what an earlier save meant, the earlier one's version has changed and its unpack raises. A save that does
-        not require grad may be filled yet, so it postpones the copy; only the thread that counts the sequence numbers
-        can do that. A storage that stays serves everyone.
+        Autograd saves by reference: unpack may return the bytes of the save or later ones, and writes may be invisible
+        (``.data``, NumPy and other libraries' kernels change no version). So:
+
+        1. A kept storage serves every save.
+        2. A copy that has started serves earlier saves only, and a later save makes a new saved storage. The exception
+           is a save of the same version by the operator whose save started the copy: nothing ran in between.
+        3. A copy that has not started serves saves on the stream that it will be ordered after. If the bytes change
+           until then, the version of the earlier save has changed too, and its unpack raises. A tensor that does not
+           require grad may still be filled, so its save postpones the copy, which only the thread of the queue can do.
         """
         if saved.record.state is KEPT:
             return True
@@ -355,8 +345,7 @@ class SavedTensors:
         return SavedView(saved, tensor, step, number)
 
     def _stays_again(self, tensor: Tensor, storage: torch.UntypedStorage, step: Step) -> bool:
-        """Returns whether this step has left ``storage`` to the owner that keeps it alive; if so, notes one more
-        save."""
+        """Returns whether this step keeps ``storage`` because the program holds it; if so, logs the save."""
         kept = step.kept.get(storage_key(storage))
         if kept is None or kept.storage() is not storage:
             return False

@@ -1,23 +1,22 @@
 """Wrapper subclasses: a saved tensor without bytes of its own, made of plain tensors that have them.
 
 [Note: the tensors inside]
-Autograd hands the pack hook the wrapper (a ``DTensor``, a quantized tensor), never what is inside. Its handle holds the
-wrapper's ``detach()``: autograd's own way to make the same wrapper again, which keeps whatever else belongs to it
-(mesh, placements, scales), shares its version counter and is part of no cycle. The plain tensors inside that are new
-objects over the same bytes, so their ``.data`` can be emptied once each has a handle like any plain saved tensor. To
-unpack, they are filled from those handles for as long as it takes to ``detach()`` once more.
+Autograd passes the wrapper (e.g. a ``DTensor`` or a quantized tensor) to the pack hook. Its handle holds the wrapper's
+``detach()``, which keeps all other parts (mesh, placements, scales), shares the version counter and is in no cycle. The
+plain tensors inside are new objects over the same bytes, so their ``.data`` is emptied once each has a handle like any
+plain saved tensor. Unpack fills them from their handles, calls ``detach()`` again, and empties them.
 
-    saved wrapper ---- detach() ---> held by the handle ---- detach() ---> what backward is given
+    saved wrapper ---- detach() ---> held by the handle ---- detach() ---> returned to backward
          | inside                         | inside
-    plain tensor ----- pack -----> handle: emptied, but for that moment
+    plain tensor ----- pack -----> handle: empty, except during unpack
 
-No wrapper is ever built from its parts, so none can be built wrongly. A tensor inside that ``detach()`` hands on as it
-is (a scale, the offsets of a ragged batch) is the saved wrapper's as well: it stays, for the reason ``layout``.
+Wrappers are rebuilt by ``detach()`` alone. Inner tensors that it passes through unchanged (e.g. a scale, or the offsets
+of a ragged batch) also belong to the saved wrapper, so they are kept, for the reason ``layout``.
 
 [Note: versions of a wrapper]
-Operators on the wrapper count on the wrapper's own version counter, and that is compared at unpack, as autograd does.
-The counters of the tensors inside grow only when a program reaches inside (``local.add_()``). Autograd does not see
-that and would go on with other values than were saved; here it raises.
+Operators on the wrapper change the wrapper's version counter, which unpack compares, as autograd does. The counters of
+inner tensors change only if a program modifies them directly (``local.add_()``). Autograd would not notice; here it
+raises.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class WrappedTensor:
     __slots__ = ("_lock", "_original", "_parts", "_version", "_wrapper")
 
     def __init__(self, original: Tensor, wrapper: Tensor, parts: list[_Part]) -> None:
-        #: What was saved; ``None`` where autograd would make an alias of it.
+        #: The saved wrapper; ``None`` if autograd would return an alias.
         self._original = None if original.requires_grad else original_wrapper(original, inner_values(original))
         self._wrapper = wrapper
         self._parts = parts
@@ -63,7 +62,6 @@ class WrappedTensor:
         self._lock = reentrant_lock()
 
     def views(self) -> list[SavedView]:
-        """The handles of those tensors inside that were taken."""
         return [part.handle for part in self._parts]
 
     def unpack(self) -> Tensor:
@@ -72,7 +70,7 @@ class WrappedTensor:
             raise reentered()
         if unseen_version(wrapper) != self._version:
             raise modified(wrapper, wrapper.size(), self._version)
-        returned = [part.handle.unpack() for part in self._parts]  # these may wait, so not under the lock
+        returned = [part.handle.unpack() for part in self._parts]  # outside of the lock: these may wait
         if self._original is not None and (original := self._original()) is not None:
             return original
         with self._lock, without_torch_function():  # one graph may be run backward by two threads
@@ -92,9 +90,9 @@ class WrappedTensor:
 def pack_wrapper(
     wrapper: Tensor, pack: Callable[[Tensor], object], accounts: Accounts
 ) -> WrappedTensor | KeptTensor | None:
-    """The handle of a wrapper, with what is inside packed and counted; ``None``, and nothing counted, if it stays."""
+    """Packs the tensors inside a wrapper and returns its handle; ``None``, without any count, to keep the wrapper."""
     if not is_wrapper(wrapper) or any(is_fake(type(inner)) for inner in plain_tensors(wrapper)):
-        return None  # compilers make views of fake ones outside of every mode
+        return None  # compilers make views of fake tensors outside of every mode
     _finish_collectives(wrapper)
     held = detached(wrapper)
     if type(held) is not type(wrapper):
@@ -116,7 +114,7 @@ def pack_wrapper(
 
 
 def _finish_collectives(wrapper: Tensor) -> None:
-    """An operator reads ``wrapper`` now, or it would not be saved: what still fills it is waited for a little early."""
+    """Waits for collectives that fill ``wrapper``: the operator that saves it is about to read it anyway."""
     finish_collective(wrapper)
     for inner in inner_values(wrapper):
         if is_wrapper(inner):

@@ -65,7 +65,7 @@ def lay_out(copies: Sequence[CapturedCopy]) -> tuple[dict[int, tuple[int, int]],
     """Returns a layout in which storages share a place if one is copied back before the other is copied out.
 
     A storage occupies its place from its copy out to its last copy back. Places are cut from the slab as a tier cuts
-    slots: see [Note: which bytes a request gets].
+    slots: see [Note: choosing a range].
 
     Returns:
         For each key: the start in the slab, and the number of the last copy back of earlier users of the place (-1 if

@@ -220,7 +220,7 @@ def _check_code(code: object, call: str) -> None:
 
 @dataclass(frozen=True)
 class Pinned:
-    """How much host memory can be pinned at one time, and what stands in the way of more."""
+    """How much host memory can be pinned at one time, and the limit that prevents more."""
 
     pinned_bytes: int
     refused: bool
@@ -230,9 +230,9 @@ class Pinned:
 
 
 def measure_pinning() -> Pinned:
-    """Pins memory until the driver refuses, in pieces of 256 MiB that are all given back, and says what binds.
+    """Pins memory in pieces of 256 MiB until the driver refuses, frees it, and names the limit.
 
-    It stops at 8 GiB, which take seconds, and at half of what the machine and the process's control groups have left.
+    It stops at 8 GiB, which take seconds, or at half of the headroom of the machine and the process's control groups.
     """
     memory, slabs, most = PinnedMemory(), list[Tensor](), min(host_budget(), _MOST_TRIED)
     try:

@@ -228,7 +228,7 @@ _place = attrgetter("slab.serial", "start")
 class Ranges(Generic[S]):
     """The free ranges of slabs. Not thread-safe: the lock of its owner guards it.
 
-    [Note: which bytes a request gets]
+    [Note: choosing a range]
     A training step asks for the sizes of the step before. So a range that comes back is kept as it is, by size, with
     the uses of it that may not be over. A request takes
 

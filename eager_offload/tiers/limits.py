@@ -1,30 +1,29 @@
-"""How much of this machine's memory and disks one process may take, and what stands in the way of more.
+"""Limits on the host memory and disk space of this process.
 
-    machine     available memory; what the kernel commits to, where it is set to keep its word
-    groups      limits of the control groups that the process is in, and of those around them
-    process     its own limits: address space, data, file size
-    node        what its processes have taken of all this (``ledger.py``)
+    machine     available memory; the kernel's commit limit if it does not overcommit
+    groups      limits of the process's control group and of the groups around it
+    process     rlimits: address space, data, file size
+    node        memory taken by the library's other processes on the node (``ledger.py``)
 
-What is found is the least of these. It is asked for anew whenever it is needed, because others take memory too.
+The smallest limit binds. Limits are read again whenever they are needed, because other programs take memory too.
 
-[Note: how often]
-To look takes a few hundred microseconds. What one look has found admits slabs up to an eighth of it and up to a GiB, so
-the nearer the limit, the more often; and what one look has refused is refused for the next 256 MiB that are asked for.
-Both are forgotten when slabs have gone back to the system. When a forward begins, there is another look if a tier has
-refused anything or has handed out a GiB since the last one.
+[Note: frequency of looks]
+A look at the limits takes a few hundred microseconds. After it, further slabs are admitted without a look, up to an
+eighth of the room found and up to a 16th of the memory held (or 32 MiB), so looks are more frequent near a limit. After
+a refusal, the next 256 MiB of requests are refused without a look. Both are forgotten when slabs return to the system.
+A forward begins with a look if a tier has refused a request or handed out 1 GiB since the last one.
 
-[Note: where the groups are]
-A container, a Kubernetes pod, a Slurm job and a systemd service are control groups. Their limits are not in what the
-kernel calls available memory, and a process that goes beyond one is killed. ``/proc/self/cgroup`` names the process's
-group within each hierarchy, and ``/proc/self/mountinfo`` which part of a hierarchy is mounted where. In a container
-that part may be the process's group itself, or begin somewhere above it, or be named from another root than the
-mount's; what cannot be found by its name is taken to be the mount itself. Groups above the mount cannot be seen.
-Version 1 tells their least limit all the same (``hierarchical_memory_limit``).
+[Note: mounted control groups]
+A container, a Kubernetes pod, a Slurm job and a systemd service are control groups. The kernel's available memory
+ignores their limits, and kills a process that exceeds one. ``/proc/self/cgroup`` names the process's group within each
+hierarchy, ``/proc/self/mountinfo`` the mounted part of each hierarchy. In a container that part may be the process's
+group itself, may begin above the group, or may be named relative to another root. A group that is not found by name is
+taken to be the mount. Groups above the mount are invisible, but version 1 reports their smallest limit
+(``hierarchical_memory_limit``).
 
-[Note: what is left for others]
-Of every limit a 16th is never taken: the kernel kills the process that crosses a limit, not the one that took most, and
-between two looks others take memory too. Slabs have all their pages from the start, so that a look sees what was taken
-before.
+[Note: reserve]
+A 16th of every limit is never taken: the kernel kills whichever process crosses the limit, and others take memory
+between two looks. All pages of a slab are touched when it is made, so the next look counts them.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ from eager_offload.tiers.base import Shortage
 from eager_offload.tiers.forking import ForkSafeLock, Living, tell_after_fork
 from eager_offload.tiers.ledger import UNKNOWN, Entry, Ledger
 
-#: The part of the memory that is available now that saved tensors may take. The other half is for what the process
-#: still has to allocate itself: data loading, checkpoints on their way to disk, the page cache that feeds both.
+#: Fraction of available memory for saved tensors. The process needs the rest for its own allocations (e.g. data
+#: loading, checkpoints being written, and the page cache behind both).
 HOST_FRACTION = 0.5
-#: The part of each limit on memory that is left for others while training goes on: see ``limits.py``.
+#: Fraction of each memory limit that is never taken: see [Note: reserve].
 RESERVED_PART = 1 / 16
-#: What copies of host memory cost that is not pinned. "How to Optimize Data Transfers in CUDA C/C++" (NVIDIA) measured
-#: 2.3 instead of 5.8 GB/s on one PC, and 5.4 instead of 6.2 GB/s on another.
+#: Cost of copying unpinned host memory. "How to Optimize Data Transfers in CUDA C/C++" (NVIDIA) measured 2.3 instead of
+#: 5.8 GB/s on one PC, and 5.4 instead of 6.2 GB/s on another.
 PAGEABLE_COST = "make the host wait, and took 1.2 to 2.6 times as long in NVIDIA's measurements"
-#: The part of a disk's free room that spill files may take. The rest is for the checkpoints that a run writes.
+#: Fraction of a disk's free space for spill files. The rest is for the run's checkpoints.
 DISK_FRACTION = 0.75
 
 
@@ -72,66 +71,63 @@ def _limit_of_process(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class System:
-    """Where limits are looked up. A test puts its own in place of the machine's."""
+    """Sources of the limits; tests replace them."""
 
     root: Path = Path("/")
-    """What stands in place of ``/``: ``proc`` and whatever is mounted are looked for below it."""
+    """Root directory of ``proc`` and of all mounts."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    """Where launchers say how many processes they have started."""
+    """Environment, in which launchers give the number of processes."""
     process_limit: Callable[[str], int | None] = _limit_of_process
-    """The soft limit of this process under a name such as ``RLIMIT_AS``, in bytes; ``None`` for no limit."""
+    """Returns a soft limit of this process (e.g. ``RLIMIT_AS``) in bytes; ``None`` for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One thing that bounds what this process can take."""
+    """A limit on the memory or disk space of this process."""
 
     kind: str
     """``memory``, ``commit``, ``cgroup``, ``rlimit`` or ``disk``."""
     where: str
-    """The file, the limit's name or the directory that sets it."""
+    """File, directory or name of the limit (e.g. ``MemAvailable``)."""
     capacity: int
-    """What it is set to, in bytes."""
+    """The limit, in bytes."""
     room: int
-    """What is left of it, in bytes."""
+    """Unused bytes below the limit."""
     reason: str
-    """A sentence that says what binds, with numbers."""
+    """A clause that describes the limit, with numbers."""
     remedy: str
-    """What a user can do about it: a clause in the imperative."""
+    """A clause in the imperative that tells the user how to raise it."""
 
     @property
     def reserve(self) -> int:
-        """Bytes of it that are left for others."""
+        """Bytes that are left for others: see [Note: reserve]."""
         return int(self.capacity * RESERVED_PART)
 
     @property
     def is_own(self) -> bool:
-        """Whether it binds this process alone."""
+        """Whether the limit binds this process alone."""
         return self.kind == "rlimit"
 
 
 class Headroom(NamedTuple):
-    """How much more this process can take."""
-
     limits: tuple[Limit, ...]
-    """Everything that bounds it, the least room first."""
+    """All limits, the one with the least room first."""
 
     @property
     def binding(self) -> Limit:
-        """What stands in the way of more: the limit with the least bytes."""
         return self.limits[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it can take: all of them, with nothing left for other processes."""
+        """Bytes up to the binding limit, with no reserve."""
         return self.binding.room
 
 
 def host_headroom(system: System | None = None) -> Headroom:
-    """Returns how much more host memory this process could take at this moment if no other did, and what binds.
+    """Returns the limits on the host memory of this process, as they are now.
 
     Args:
-        system: where it is looked up; this machine where it is left out.
+        system: sources of the limits (default: this machine).
     """
     system = System() if system is None else system
     meminfo = _kibibytes(_read(system.root / "proc/meminfo"))
@@ -145,14 +141,15 @@ def host_headroom(system: System | None = None) -> Headroom:
 
 
 def host_capacity() -> int:
-    """Returns the bytes of host memory that this process could take if nothing else did: the least of its limits."""
+    """Returns the smallest capacity of all limits, in bytes: host memory if no program used any."""
     return min(limit.capacity for limit in host_headroom().limits)
 
 
 def pinning_limit(pinned: int, nbytes: int, system: System | None = None) -> Shortage:
-    """Returns what keeps ``nbytes`` from being pinned beside ``pinned`` bytes that are, as far as it can be told.
+    """Returns the likely reason why ``nbytes`` cannot be pinned in addition to ``pinned`` bytes.
 
-    Not every driver counts what it pins as locked memory, NVIDIA's does not: bytes beyond that limit show it.
+    NVIDIA's driver does not count pinned memory as locked memory: if ``pinned`` already exceeds the memlock limit, that
+    limit is not the reason.
     """
     system = System() if system is None else system
     within = f'set host_budget="{size_literal(pinned)}"' if pinned else "set pin_memory=False"
@@ -171,24 +168,24 @@ def pinning_limit(pinned: int, nbytes: int, system: System | None = None) -> Sho
 
 
 def file_size_limit(system: System | None = None) -> int | None:
-    """Returns the bytes that a file of this process may have (``RLIMIT_FSIZE``); ``None`` for no limit."""
+    """Returns the largest size of a file in bytes (``RLIMIT_FSIZE``); ``None`` for no limit."""
     return (System() if system is None else system).process_limit("RLIMIT_FSIZE")
 
 
 def host_part() -> int:
-    """Returns the bytes of host memory that are left for this process as a device: ranks have equal parts of it."""
+    """Returns this rank's equal part of the available host memory, in bytes: the memory of a CPU as a device."""
     return host_headroom().nbytes // ranks_here().number
 
 
 def disk_headroom(path: Path, system: System | None = None, *, length: int = 0) -> Headroom:
-    """Returns how much more this process can write to a file in the directory ``path``, and what binds.
+    """Returns the limits on the growth of a file in the directory ``path``.
 
     Args:
-        length: the bytes that the file has.
-        system: where limits are looked up; this machine where it is left out.
+        length: current length of the file in bytes.
+        system: sources of the limits (default: this machine).
 
     Raises:
-        OSError: ``path`` cannot be looked at.
+        OSError: ``path`` cannot be read.
     """
     system = System() if system is None else system
     ranks, usage = ranks_here(system.environ), shutil.disk_usage(path)
@@ -206,21 +203,21 @@ def disk_headroom(path: Path, system: System | None = None, *, length: int = 0) 
 
 
 def host_budget(system: System | None = None) -> int:
-    """Returns the bytes of host memory for saved tensors where none are held: ``HOST_FRACTION`` of the room."""
+    """Returns the bytes of host memory for saved tensors if none are held yet: ``HOST_FRACTION`` of the headroom."""
     return int(host_headroom(system).nbytes * HOST_FRACTION)
 
 
 def disk_budget(path: Path, system: System | None = None) -> int:
-    """Returns the bytes on the disk of ``path`` for this process's spill file: ``DISK_FRACTION`` of what is free there.
+    """Returns the bytes for this process's spill file in ``path``: ``DISK_FRACTION`` of the free disk space.
 
     Raises:
-        OSError: ``path`` cannot be looked at.
+        OSError: ``path`` cannot be read.
     """
-    parts = {"disk": DISK_FRACTION}  # others take nothing of the size that a file may have
+    parts = {"disk": DISK_FRACTION}  # the limit on the file's size is not shared with other programs
     return min(int(limit.room * parts.get(limit.kind, 1)) for limit in disk_headroom(path, system).limits)
 
 
-# -- what bounds memory ---------------------------------------------------------------------------------------------
+# -- limits on memory -----------------------------------------------------------------------------------------------
 
 
 def _available(meminfo: Mapping[str, int]) -> Limit:
@@ -234,7 +231,7 @@ def _available(meminfo: Mapping[str, int]) -> Limit:
 
 
 def _committed(system: System, meminfo: Mapping[str, int]) -> list[Limit]:
-    """Returns what the kernel may still promise, where it promises no more than it has (overcommit mode 2)."""
+    """Returns the kernel's commit limit, which applies in overcommit mode 2 only."""
     mode = (_read(system.root / "proc/sys/vm/overcommit_memory") or "").strip()
     capacity, promised = meminfo.get("CommitLimit"), meminfo.get("Committed_AS")
     if mode != "2" or capacity is None or promised is None:
@@ -261,24 +258,24 @@ def _least(*limits: Limit) -> Headroom:
 
 
 def _kibibytes(text: str | None) -> dict[str, int]:
-    """Returns the lines ``Name:   123 kB`` of a file of the kernel's, in bytes."""
+    """Parses lines such as ``MemTotal:   123 kB`` into bytes by name."""
     return {name: int(number) << 10 for name, number in re.findall(r"^(\w+):\s+(\d+) kB$", text or "", re.MULTILINE)}
 
 
 # -- control groups ----------------------------------------------------------------------------------------------------
 
-#: Bytes; version 1 writes "no limit" as the largest multiple of a page that a long holds.
+#: Bytes. For "no limit", version 1 reports the largest multiple of a page that fits into a long.
 _NO_LIMIT = 1 << 62
 
 
 class _Group(NamedTuple):
     directory: Path
-    #: Of the cgroup interface: 1 or 2.
+    #: Version of the cgroup interface, 1 or 2.
     version: int
 
 
 def _groups(system: System) -> Iterator[Limit]:
-    """Yields the limits of the control groups that bind this process, from its own group outwards."""
+    """Yields the limits of the process's control groups, from its own group outwards."""
     membership = _read(system.root / "proc/self/cgroup")
     groups = () if membership is None else _groups_of(system.root, membership)
     found = [
@@ -288,7 +285,7 @@ def _groups(system: System) -> Iterator[Limit]:
     ]
     own = next((group.directory for group in groups if group.version == 1), None)
     if own is not None:
-        # The least limit of all groups around, which need not be mounted: at least this group uses it.
+        # The smallest limit of all groups around, even unmounted ones. Their usage is at least that of this group.
         least = _statistics(own).get("hierarchical_memory_limit", _NO_LIMIT)
         if least < _NO_LIMIT and least != _number(own / "memory.limit_in_bytes"):
             found.append((1, own / "memory.stat", least, "memory.usage_in_bytes"))
@@ -300,7 +297,7 @@ def _groups(system: System) -> Iterator[Limit]:
         cache, not_written = (
             sum(statistics.get(name, 0) for name in names[version]) for names in (_CACHE, _NOT_WRITTEN)
         )
-        used -= max(cache - not_written, 0)  # the kernel would drop that before it killed anything
+        used -= max(cache - not_written, 0)  # the kernel drops clean file cache before it kills a process
         reason = (
             f"the control group {file.parent} may use {size_text(capacity)} ({file.name}) and "
             f"uses {size_text(max(used, 0))}, not counting file cache"
@@ -327,7 +324,7 @@ def _read(file: Path) -> str | None:
 
 @lru_cache(maxsize=8)
 def _groups_of(root: Path, membership: str) -> tuple[_Group, ...]:
-    """Returns the groups that can be seen and may have a limit, by what ``/proc/self/cgroup`` says."""
+    """Returns the visible memory groups in ``membership``, the text of ``/proc/self/cgroup``."""
     groups: list[_Group] = []
     mounts = list(_mounts(root))
     for line in membership.splitlines():
@@ -337,7 +334,7 @@ def _groups_of(root: Path, membership: str) -> tuple[_Group, ...]:
             continue
         for directory in _way_up(Path(path), [mount for mount in mounts if mount.version == version]):
             groups.append(_Group(directory, version))
-            # Memory of a group's children is its own too, but for groups of long ago that said otherwise.
+            # Without use_hierarchy (old kernels), limits of outer groups do not apply.
             if version == 1 and _number(directory.parent / "memory.use_hierarchy") == 0:
                 break
     return tuple(groups)
@@ -345,7 +342,7 @@ def _groups_of(root: Path, membership: str) -> tuple[_Group, ...]:
 
 class _Mount(NamedTuple):
     version: int
-    #: Which group is mounted.
+    #: The control group at the root of the mount.
     group: Path
     point: Path
 
@@ -364,7 +361,7 @@ def _mounts(root: Path) -> Iterator[_Mount]:
 def _way_up(group: Path, mounts: list[_Mount]) -> list[Path]:
     for mount in mounts:
         if ".." in group.parts:
-            break  # the group is outside of all that this process may see
+            break  # the group is outside the process's cgroup namespace
         inner = group.relative_to(mount.group) if group.is_relative_to(mount.group) else group.relative_to("/")
         directory = mount.point / inner
         if directory.is_dir():
@@ -372,8 +369,8 @@ def _way_up(group: Path, mounts: list[_Mount]) -> list[Path]:
     return [mount.point for mount in mounts[:1]]
 
 
-#: By version: files with a limit, each with the one that says what is used of it. Above `high` nothing is killed, but
-#: everything is slowed down until it is below again; `memsw` counts what is swapped out as well.
+#: By version: (limit, usage) pairs of files. Above `high` the kernel throttles processes but kills none; `memsw`
+#: includes swapped memory.
 _FILES = {
     1: (
         ("memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -381,7 +378,7 @@ _FILES = {
     ),
     2: (("memory.max", "memory.current"), ("memory.high", "memory.current")),
 }
-#: By version, in ``memory.stat``: file cache, and what of it is not on disk yet and has to be written before it goes.
+#: By version, in ``memory.stat``: file cache, and its dirty part, which cannot be dropped before it is written.
 _CACHE = {1: ("total_active_file", "total_inactive_file"), 2: ("active_file", "inactive_file")}
 _NOT_WRITTEN = {1: ("total_dirty", "total_writeback"), 2: ("file_dirty", "file_writeback")}
 
@@ -392,40 +389,38 @@ def _statistics(directory: Path) -> dict[str, int]:
 
 
 def _number(file: Path) -> int | None:
-    """Returns the number in a file; ``None`` for no limit (``max``) and for a file that is not there."""
+    """Returns the number in a file; ``None`` for no limit (``max``) and for a missing file."""
     text = (_read(file) or "").strip()
     return int(text) if text.isdecimal() and int(text) < _NO_LIMIT else None
 
 
 # -- how many processes share this node -------------------------------------------------------------------------------
 
-#: The variables in which launchers give the number of processes that they started on this node: torchrun (and launchers
-#: that start processes as it does), worker groups on Ray, Open MPI, and Hydra (MPICH, Intel MPI).
+#: Variables in which launchers export the number of processes on this node: torchrun and compatible launchers, worker
+#: groups on Ray, Open MPI, and Hydra (MPICH, Intel MPI).
 _NUMBERS = ("LOCAL_WORLD_SIZE", "RAY_LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-#: The number by an adapter; 0 for none. Lightning starts processes too, but exports the number of the whole run alone.
+#: Number of ranks set by an adapter; 0 for none. (Lightning exports the number of the whole run only.)
 ranks_of_adapter = 0
-#: Where all ranks meet, if they are all on this node.
+#: Values of MASTER_ADDR if all ranks are on this node.
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 
 class Ranks(NamedTuple):
-    """Ranks of a run that share this node."""
+    """The ranks of a run that share this node."""
 
     number: int
-    """At most this many."""
+    """An upper bound."""
     is_guess: bool = False
-    """Whether it is all of the run, since nothing tells where they are."""
+    """Whether the number counts the whole run, because the number on this node is unknown."""
 
 
 def ranks_here(environ: Mapping[str, str] | None = None) -> Ranks:
-    """Returns how many processes share this node's disks, and its memory where it has no ledger.
+    """Returns the number of ranks that share this node's disks, and its memory if there is no ledger.
 
-    That is 1 where nothing says that there are more.
-
-    A value that makes no sense is passed over.
+    Invalid values are ignored. The default is 1.
 
     Args:
-        environ: the environment; that of this process where it is left out.
+        environ: environment variables (default: those of this process).
     """
     environ = os.environ if environ is None else environ
     numbers = (_positive(environ.get(name, "")) for name in _NUMBERS)
@@ -438,12 +433,12 @@ def ranks_here(environ: Mapping[str, str] | None = None) -> Ranks:
 
 
 def rank() -> int:
-    """Returns which process of its run this is, as launchers like torchrun say; 0 without one."""
+    """Returns the global rank of this process as set by launchers (e.g. torchrun); 0 without a launcher."""
     return _positive(os.environ.get("RANK", ""))
 
 
 def warn_of_guess() -> None:
-    """Warns, once in a process, if nothing tells how many ranks share this node."""
+    """Warns once per process if the number of ranks on this node is a guess."""
     if (found := ranks_here()).is_guess:
         warn_once(
             "ranks",
@@ -458,19 +453,19 @@ def _positive(text: str) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
-# -- what the process may still take ----------------------------------------------------------------------------------
+# -- admission of slabs -----------------------------------------------------------------------------------------------
 
-#: What one look admits without another: such a part of what it has found, and such a part of what is held, or so many
-#: bytes if that is more. No other process can take them meanwhile.
+#: After a look, admit without another an eighth of the room found, but at most a 16th of the bytes held (or 32 MiB, if
+#: that is more). The ledger counts these bytes as taken, so no other process is given them.
 _TRUSTED, _TRUSTED_OF_HELD, _TRUSTED_BYTES = 8, 16, 32 << 20
-#: As forwards begin: how many of these looks have to find memory idle until other processes may have it.
+#: Memory has to be idle at this many looks, each at the start of a forward, before other processes may have it.
 _LOOKS = 4
 #: Bytes that are refused without another look.
 _REFUSED = 256 << 20
 
 
 class NoRoomError(MemoryError):
-    """No more may be taken: by a budget, or too little would be left for others."""
+    """A request exceeds the budget, or would leave too little memory for others."""
 
     def __init__(self, shortage: Shortage) -> None:
         super().__init__(shortage.reason)
@@ -484,56 +479,56 @@ class Taker(Protocol):
     """A pool that takes host memory."""
 
     coming: int
-    """Bytes that it is about to take; ``HostBound`` sets it, and the pool sets it back to 0."""
+    """Bytes of the slab that the pool is about to take. Set by ``HostBound``, reset to 0 by the pool."""
 
     least_idle: int
-    """The least bytes of it that were idle at one time since ``restart_idle``."""
+    """Fewest bytes that were idle at any time since ``restart_idle``."""
 
     @property
     def bytes_by_machine(self) -> int | None:
-        """Bytes that it holds by budgets that follow the machine; ``None`` where it has no such budget."""
+        """Bytes held under automatic budgets; ``None`` if the pool has no such budget."""
 
 
 class _Node(NamedTuple):
-    """What the processes of this node have taken; see [Note: shares]."""
+    """The ledger entries of the node; see [Note: shares]. Results are in bytes."""
 
     own: Entry
     others: list[Entry]
 
     def bound_by(self, limit: Limit) -> list[Entry]:
-        """Returns the entries of all processes that the limit binds."""
+        """Returns the entries of all processes that share ``limit``; the first is this process's."""
         return [self.own] if limit.is_own else [self.own, *self.others]
 
     def sharers(self, limit: Limit) -> int:
-        """Returns how many of them take memory by budgets that follow the machine; this process is one."""
+        """Returns the number of processes with automatic budgets, this one included."""
         return 1 + sum(1 for one in self.bound_by(limit)[1:] if one.need)
 
     def spare(self, limit: Limit) -> int:
-        """Returns the bytes that may be taken so that something is left for others; below 0 where too little is."""
+        """Returns the room above the reserve; negative if the reserve is used."""
         return limit.room - sum(one.coming for one in self.bound_by(limit)) - limit.reserve
 
     def budget(self, limit: Limit) -> int:
-        """Returns the bytes that all of them may hold for saved tensors."""
+        """Returns the budget for the saved tensors of all processes."""
         room = limit.room + sum(one.held - one.coming for one in self.bound_by(limit))
         return int(room * HOST_FRACTION)
 
     def share(self, limit: Limit) -> int:
-        """Returns the bytes of the budget that each may have, whatever the others need."""
+        """Returns the part of the budget that is guaranteed to each process."""
         return self.budget(limit) // self.sharers(limit)
 
     def left(self, limit: Limit) -> tuple[int, int]:
-        """Returns the bytes of the budget that nobody holds, and how many of them are kept for other processes."""
+        """Returns the free bytes of the budget, and the part of them that is kept for other processes."""
         share, bound = self.share(limit), self.bound_by(limit)
         kept = [(share if one.need == UNKNOWN else min(one.need, share)) - one.held for one in bound[1:]]
         return self.budget(limit) - sum(one.held for one in bound), sum(max(one, 0) for one in kept)
 
     def admits(self, limit: Limit) -> int:
-        """Returns the bytes of the budget that this process may take now."""
+        """Returns the bytes that this process may take now: free and not kept for others, or left of its share."""
         left, kept = self.left(limit)
         return max(left - kept, min(left, self.share(limit) - self.own.held))
 
     def missing(self, limit: Limit) -> int:
-        """Returns the bytes that this process should give back, for others to have what is theirs."""
+        """Returns the bytes that this process should give back, so that others get their shares."""
         left, share = self.left(limit)[0], self.share(limit)
         wanted = [(share if one.need == UNKNOWN else one.need) - one.held for one in self.bound_by(limit)[1:]]
         more = sum(max(one, 0) for one in wanted) - left
@@ -541,29 +536,29 @@ class _Node(NamedTuple):
 
 
 class HostBound:
-    """Says how much host memory the process may take, slab by slab. Thread-safe.
+    """Admits or refuses each slab of host memory before the process takes it. Thread-safe.
 
-    [Note: a budget that follows the machine]
-    The saved tensors of all processes of a node hold by ``host_budget="auto"`` at most ``HOST_FRACTION`` of what there
-    would be if they held nothing. That is asked when a slab is taken: other programs come and end, and a virtual
-    machine may have more memory the more of it is touched. What is held already stays.
+    [Note: automatic budget]
+    With ``host_budget="auto"``, the saved tensors of all processes of a node together take at most ``HOST_FRACTION`` of
+    the memory that would be available without them. The budget is computed for each slab, because other programs start
+    and end, and a virtual machine may gain memory as more is touched. Memory already held is not reclaimed.
 
     [Note: shares]
-    Each process takes of that budget what it needs. But ranks often need the same, and the first of them must not take
-    what a slower one needs too. So each that takes memory has a *share* of the budget, all of them alike. What a
-    process lacks of its share is kept for it: everything until its first step has ended, then as much as its last
-    steps have needed, and nothing once its tiers are closed. When a forward begins, idle slabs of more than that go
-    back if another process lacks them.
+    We want each process to take as much of the budget as it needs. However, ranks often need the same amount, and the
+    fastest must not take memory that a slower rank is about to need. Thus each process with an automatic budget has an
+    equal *share* of the budget, and the unused part of the share is kept for it: all of the share until its first step
+    has ended, then as much as its recent steps needed, and nothing after its tiers are closed. When a forward begins,
+    idle slabs in excess of that are given back if another process lacks memory.
 
-    Where there is no ledger, the launcher says how many processes there are (``ranks_here``). The others are taken to
-    hold as much as this one, and to need all of their shares.
+    Without a ledger, the number of processes comes from the launcher (``ranks_here``). Each is assumed to hold as much
+    as this one and to need all of its share.
 
-    [Note: a budget in bytes]
-    What the user gives in bytes holds, however little the machine says that it has: it may have more, and nobody else
-    knows. Where this would refuse, one warning says so. Only the system itself refuses.
+    [Note: budget in bytes]
+    A budget that the user gives in bytes applies even if it exceeds the limits, since the user may know better. If
+    ``HostBound`` would have refused, one warning says so. Only the system itself can refuse.
 
     Args:
-        ledger: of the node.
+        ledger: the ledger of the node; ``None`` for none.
     """
 
     def __init__(self, ledger: Ledger | None = None) -> None:
@@ -574,36 +569,36 @@ class HostBound:
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        """Starts the child as a process that has taken nothing."""
-        #: Whether the last look was without a ledger.
+        """Resets the child to a process that has taken nothing."""
+        #: Whether the last look had no ledger.
         self.is_alone = self._ledger is None
-        #: Bytes that the last look admits yet.
+        #: Bytes that may still be taken without a look.
         self._admitted = 0
-        #: What the last look refused: as many bytes or more are refused again.
+        #: Size of the last refused request, and why: requests of at least that size are refused without a look.
         self._refused: tuple[int, Shortage] | None = None
         self._refused_bytes = 0
-        #: As in ``Entry``, of the last looks at it; and the bytes that were refused in this step.
+        #: ``Entry.need`` at the last looks; their maximum; and the bytes refused in this step.
         self._needs = deque[int](maxlen=_LOOKS)
         self._need, self._lacked = UNKNOWN, 0
 
     def join(self, taker: Taker) -> None:
-        """Counts what ``taker`` holds, for as long as it lives."""
+        """Counts the memory of ``taker``, for as long as ``taker`` lives."""
         with self._lock.lock:
             self._takers.add(taker)
 
     def admit(self, nbytes: int, taker: Taker | None = None, *, given: bool = True) -> None:
-        """Counts ``nbytes`` more that are taken from the system.
+        """Admits a slab of ``nbytes`` bytes, which the caller then takes from the system.
 
         Args:
-            taker: the pool that takes them.
-            given: whether a budget in bytes is to hold them; then only what is left for others counts.
+            taker: the pool that takes the slab.
+            given: whether the slab is for a budget in bytes, which is refused by the reserve only.
 
         Raises:
-            NoRoomError: they may not be.
+            NoRoomError: the slab is refused.
         """
         with self._lock.lock:
             if taker is not None:
-                taker.coming = 0  # of the slab before
+                taker.coming = 0  # the previous slab has been taken
             if nbytes <= self._admitted:
                 self._admitted -= nbytes
                 if taker is not None:
@@ -650,10 +645,10 @@ class HostBound:
         return shortage if is_refused else None
 
     def _look(self, decide: Callable[[Sequence[Limit], _Node], T]) -> T:
-        """Returns what ``decide`` makes of what the system has left; the ledger has what this process holds after it.
+        """Reads the limits and the ledger, returns the result of ``decide``, and writes this process's entry.
 
         Raises:
-            NoRoomError: the system does not say what it has left.
+            NoRoomError: the limits cannot be read.
         """
 
         def look(others: Sequence[Entry] | None) -> tuple[Entry, T]:
@@ -662,8 +657,8 @@ class HostBound:
                 others = [own._replace(need=UNKNOWN)] * (ranks_here().number - 1)
             try:
                 limits = host_headroom().limits
-            except OSError as error:  # no free file descriptor to look with
-                if error.errno is None:  # see SystemErrorsSuppressed
+            except OSError as error:  # no free file descriptor
+                if error.errno is None:  # raised by a signal handler: see SystemErrorsSuppressed
                     raise
                 reason, remedy = f"what the system has left cannot be read ({error.strerror})", "close files"
                 raise NoRoomError(Shortage(reason, remedy)) from error
@@ -685,7 +680,7 @@ class HostBound:
         return Entry(sum(follow) + self._admitted, coming + self._admitted, self._need if follow else 0)
 
     def refuse_again(self, nbytes: int) -> None:
-        """Raises ``NoRoomError`` where ``admit`` would for a budget that follows the machine, without a look."""
+        """Raises ``NoRoomError`` if ``nbytes`` for an automatic budget would be refused without a look."""
         with self._lock.lock:
             refused = self._refused
             if refused is not None and nbytes >= refused[0] and self._refused_bytes < _REFUSED:
@@ -694,7 +689,7 @@ class HostBound:
                 raise NoRoomError(refused[1])
 
     def missing_bytes(self) -> int:
-        """Looks as a forward begins, and returns how many idle bytes should go back to the system for others."""
+        """Looks when a forward begins, and returns the idle bytes to give back for other processes."""
 
         def decide(limits: Sequence[Limit], node: _Node) -> int:
             idle = sum([one.least_idle for one in self._takers if one.bytes_by_machine is not None])
@@ -711,25 +706,25 @@ class HostBound:
                 return 0
 
     def update(self) -> None:
-        """Tells the other processes what this one holds, once it has taken slabs."""
+        """Writes this process's entry to the ledger after it has taken slabs."""
         with self._lock.lock:
             if self._ledger is not None:
                 self._ledger.update(self._entry())
 
     def forget(self) -> None:
-        """Slabs have gone back to the system: what the last look has found does not hold any more."""
+        """Discards the results of the last look, because slabs have been returned to the system."""
         with self._lock.lock:
             self._admitted, self._refused = 0, None
             self.update()
 
 
 def _name_of_group() -> str:
-    """Returns what names the control group whose processes share a ledger: the nearest one with a limit."""
+    """Returns the key of the ledger: the nearest control group with a limit, or "machine"."""
     for limit in _groups(System()):
         status = os.stat(Path(limit.where).parent)
         return f"{status.st_dev:x}-{status.st_ino:x}"
     return "machine"
 
 
-#: Of this process: all memory comes from the same machine.
+#: One for the process, since all its pools draw on the same memory.
 host_bound = HostBound(Ledger())

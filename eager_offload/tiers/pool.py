@@ -1,13 +1,12 @@
-"""The pool of host memory: slabs that are cut into slots and leases of exact sizes, and used again.
+"""A pool of host memory: cuts slabs into slots and leases of exact sizes, and reuses them.
 
-The allocators of torch round a pinned block up to a power of two and keep it, and allocating each block from the
-system costs milliseconds when it has to be pinned. So memory is taken in slabs, cut to size here, and given back a slab
-at a time. ``Ranges`` says which bytes are free.
+torch's allocators round a pinned block up to a power of two and keep it, and pinning each block by itself takes
+milliseconds. So the pool takes memory in slabs, cuts them to size (``Ranges``), and frees whole slabs.
 
 [Note: quotas]
-Several tiers may share a pool, and what is idle in it serves all of them. A budget in bytes that a user gave bounds
-the slots of one tier that are alive, and all budgets, if each is in bytes, added up what the pool holds. Budgets that
-follow the machine are one, however many have it: it is asked before a slab is taken (``HostBound``).
+Several tiers may share a pool and its idle memory. A budget in bytes limits the living slots of its tier. If all
+budgets are in bytes, their sum limits the memory of the pool. Automatic budgets count as one, which is checked before
+each new slab (``HostBound``).
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, FinalizerRecord, For
 from eager_offload.tiers.limits import HostBound, NoRoomError
 from eager_offload.tiers.memory import PAGE, anonymous_slab, move, move_if_there, view_of
 
-#: A new shared slab is at most this part of what is held, so that the empty rest of the newest one stays small.
+#: A new slab for several requests is at most a 32nd of the memory held, so that the unused rest of the newest is small.
 _SHARE = 32
-#: Bytes up to which a slab is taken for several requests: smaller ones would cost more in calls than they save in room.
+#: ... but at least this many bytes: smaller slabs cost more in system calls than they save in memory.
 _LEAST = 1 << 20
 
 
@@ -37,35 +36,35 @@ _LEAST = 1 << 20
 
 
 class ExactSizes:
-    """How large slabs are, in bytes, where the system gives what is asked for, to the page.
+    """Slab sizes for a system that allocates exact sizes, in whole pages.
 
     Args:
-        most: bytes; the largest slab that is taken for several requests.
+        most: size of the largest slab for several requests, in bytes.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
 
     def wanted(self, need: int, held: int) -> int:
-        """Returns the size of the slab that ``need``, in whole pages, calls for while ``held`` are held."""
+        """Returns the preferred size of a new slab for requests of ``need`` bytes, with ``held`` bytes in the pool."""
         most = min(max(held // _SHARE, _LEAST), self._most)
         return max(most // need, 1) * need
 
     def within(self, need: int, room: int) -> int:
-        """Returns the largest size up to ``room``, or 0 where none holds ``need``."""
+        """Returns the largest size up to ``room``, or 0 if that is less than ``need``."""
         return room // need * need
 
     def least(self, need: int) -> int:
-        """Returns the smallest size that holds ``need``."""
+        """Returns the smallest possible size for ``need`` bytes."""
         return need
 
 
 class PowersOfTwo:
-    """The same where it rounds everything up to a power of two, as torch's allocator of pinned memory does.
+    """Slab sizes for a system that rounds up to powers of two, as torch's allocator of pinned memory does.
 
-    Nothing is rounded if a power of two is asked for, so every slab is one. What is left over behind the last whole
-    multiple of a request serves smaller ones at best, so a slab is so large that this is at most a 20th of it, as long
-    as it does not double what is held (nor goes beyond 1 GiB at first): the end of the last slab is empty too.
+    Every slab is a power of two, so that rounding wastes nothing. The rest after the last whole multiple of a request
+    only serves smaller requests. So the size is the smallest power of two whose rest is at most a 20th of the slab,
+    unless that would more than double the pool (and exceed 1 GiB).
     """
 
     _LEAST, _SHARE, _FREELY = 1 << 20, 8, 1 << 30
@@ -90,12 +89,11 @@ class PowersOfTwo:
         return _power_of_two(need)
 
 
-#: What a pool asks the system for.
 SlabSizes: TypeAlias = ExactSizes | PowersOfTwo
 
 
 def _power_of_two(nbytes: int) -> int:
-    """Returns the smallest one that is not below ``nbytes``, and not below a page."""
+    """Returns the smallest power of two that is at least ``nbytes`` and at least a page."""
     return max(1 << max(nbytes - 1, 0).bit_length(), PAGE)
 
 
@@ -103,21 +101,19 @@ def _power_of_two(nbytes: int) -> int:
 
 
 class HostSlab(Slab):
-    """Host memory."""
-
     __slots__ = ("address", "buffer", "slots", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor.numel())
         self.tensor = tensor
         self.address = tensor.data_ptr()
-        #: The bytes as a buffer; slices of it keep the memory.
+        #: A buffer over the bytes, whose slices keep the memory alive.
         self.buffer = view_of(self.address, self.nbytes, tensor)
-        #: How many slots are alive in it.
+        #: Number of living slots and leases.
         self.slots = 0
 
     def retire(self) -> None:
-        """Lets go of the memory, which the slices of the buffer alone have from now on. Idempotent."""
+        """Drops the memory, so that only slices of the buffer (leases) keep it alive. Idempotent."""
         with suppress(AttributeError):
             del self.tensor, self.buffer
 
@@ -126,14 +122,14 @@ class HostSlab(Slab):
 
 
 class HostSlotRecord(SlotRecord):
-    """What a slot leaves behind, or a tensor that owned its bytes."""
+    """The record of a slot or a lease."""
 
     __slots__ = ("quota",)
     quota: Quota | None
 
 
 class HostSlot(Slot):
-    """``nbytes`` bytes of host memory, at a multiple of ``PAGE``. ``Pool.take`` makes it."""
+    """``nbytes`` bytes of host memory, aligned to ``PAGE``; made by ``Pool.take``."""
 
     tier: ClassVar[str] = "host"
     writes_storages = True
@@ -143,12 +139,12 @@ class HostSlot(Slot):
 
     @property
     def address(self) -> int:
-        """Where the bytes are; a slot does not move."""
+        """The address of the bytes, which never changes."""
         return self.slab.address + self.start
 
     @property
     def tensor(self) -> Tensor:
-        """The bytes as a flat ``uint8`` CPU tensor, for copies by a stream; it does not keep the slot alive."""
+        """The bytes as a flat ``uint8`` CPU tensor, for copies by a stream. Does not keep the slot alive."""
         return self.slab.tensor[self.start : self.start + self.nbytes]
 
     def write(self, source: Tensor | torch.UntypedStorage) -> None:
@@ -167,11 +163,11 @@ class HostSlot(Slot):
 
 
 class Quota:
-    """What one tier holds of a pool, and the most that it may hold; the pool's lock guards it. All in bytes.
+    """The memory of one tier in a pool, in bytes, and its budget. Guarded by the pool's lock.
 
     Args:
-        budget: the most; ``None`` where it follows the machine, as ``HostBound`` says.
-        over: what to tell where the budget has no more.
+        budget: limit in bytes; ``None`` for an automatic budget (``HostBound``).
+        over: the shortage to report if the budget is used up.
     """
 
     __slots__ = (
@@ -182,19 +178,19 @@ class Quota:
     def __init__(self, budget: int | None, over: Shortage) -> None:
         self.budget = budget
         self.over = over
-        #: Why it was last given nothing.
+        #: The reason for the last refusal.
         self.refusal = over
-        #: Whether it was given nothing since ``HostTier`` last looked at what the machine has left.
+        #: Whether a request was refused since ``HostTier`` last looked at the limits.
         self.is_refused = False
-        #: The most that ``used_bytes`` has been.
+        #: Highest ``used_bytes`` since ``restart_peak``.
         self.peak_bytes = 0
-        #: Why the machine should not give all of the budget, once it has given more than it should.
+        #: The reason why ``HostBound`` would have refused memory that the budget in bytes allowed.
         self.overdraft: Shortage | None = None
-        #: In slots that are alive, as they were asked for; and with rounding.
+        #: Bytes of living slots: requested, and rounded up to pages.
         self.used_bytes = self.held_bytes = 0
 
     def refuse(self, error: Exception) -> None:
-        """Notes why it is given nothing."""
+        """Records that a request was refused, and why."""
         self.is_refused = True
         if isinstance(error, NoRoomError):
             self.refusal = error.shortage
@@ -208,55 +204,52 @@ class Quota:
 
 Owner = TypeVar("Owner")
 
-#: Where what asks has no quota of its own.
+#: Reported for a request without a quota.
 _FULL = Shortage("all that the pool may hold is in use", "raise host_budget")
-#: Bytes; the largest slab of what is reserved. To pin it takes seconds, in which nothing can interrupt the process.
+#: Largest slab of ``reserve``, in bytes. Pinning it takes seconds, during which the process cannot be interrupted.
 _RESERVED_BYTES = 16 << 30
 
 
 class Pool:
     """Cuts slabs of host memory into slots and leases of exact sizes. Thread-safe.
 
-    [Note: how slabs are cut]
-    A request, rounded up to whole pages, takes a free range of its size, else a part of the smallest that holds it: see
-    ``base.py``. If there is none, a new slab is taken for as many such requests as go into a 32nd of what is held
-    already and into ``slab_bytes``, or for one: a step's tensors are mostly alike, so nothing is left over at its end,
-    and the last, half-empty slab weighs little. Slots do not reach from one slab into the next.
+    [Note: cutting slabs]
+    A request is rounded up to whole pages and takes a free range of that size, or a part of a larger range: see
+    [Note: choosing a range] in ``base.py``. If no range is large enough, the pool allocates a slab for as many such
+    requests as fit into held/32 and into ``slab_bytes``, but at least one. Most tensors of a step have equal sizes, so
+    such a slab has no unused end, and the last, partly empty slab is small. Slots do not span slabs.
 
-    A slab without slots is idle. Idle slabs are kept up to ``idle_bytes``, since the next step asks for the same sizes
-    again; beyond that the oldest slabs go back to the system, none before its fences have passed. All that is idle goes
-    back before a request fails.
+    A slab without slots is idle. Up to ``idle_bytes`` of idle slabs are kept, since the next step requests the same
+    sizes. Beyond that the oldest are freed, each after its fences have passed. Before a request fails, all are freed.
 
-    Slots that die are taken up at the next call of any method; ``poll()`` is the call that does nothing else.
+    Dead slots are collected at the next call of any method; ``poll()`` does nothing else.
 
     [Note: retired slabs]
-    Nothing more is cut from a slab that is *left*. It goes back to the system with the last slot in it, once the uses
-    of all that was in it are over. All slabs are left in two cases.
+    No slot is cut from a *retired* slab. It is freed after its last slot is returned and all copies that use it have
+    finished. All slabs retire in two cases:
 
-    A pool of leases *rests*: after a graph is gone there may be no further call, so a slab is then held by the leases
-    in it alone, and goes with the last without one. The next lease begins anew, and ``on_first_use`` says so.
-
-    A pool *crashes*: an exception that is not the library's own, a KeyboardInterrupt say, comes in the midst of a
-    change. What is free is not known then, but what is alive is, by its records, and which uses go on. So the next
-    call counts what is alive and begins with new slabs.
+    1. A pool of leases *rests*. After a graph is gone, no further call may follow, so only its leases keep a slab
+       alive, and the last lease frees it. The next lease starts with a new slab and calls ``on_first_use``.
+    2. A pool *crashes*: a foreign exception (e.g. KeyboardInterrupt) interrupts a change. The free ranges are then
+       unknown, but the records tell which slots are alive and which fences are pending. The next call recounts the
+       living slots and starts with new slabs.
 
     [Note: growth]
-    The system takes long to give a slab: its pages have to be there, and pinned. So the lock is not held meanwhile, and
-    threads that need no slab go on. Another lock has one thread grow at a time. A second one that has waited for it
-    looks again, since what is left of the new slab may do. No other thread makes ``held`` grow meanwhile, so a size
-    that was within the limit before is within it after. The slab is added in the change that cuts the first slot from
-    it. Until then it is a tensor of one thread, which nothing counts and which goes back with an interrupt.
+    Allocating a slab is slow, because its pages are touched and pinned. We want other threads to continue, so the
+    pool's lock is not held; a second lock lets one thread grow the pool at a time. A thread that has waited for this
+    lock first tries the rest of the new slab. Since only one thread increases ``held``, a size that was within the
+    limit before the allocation is within it afterwards. The slab joins the pool in the same change that cuts its first
+    slot. Until then it is an uncounted tensor of one thread, which an interrupt frees.
 
     Args:
-        allocate_slab: takes bytes and returns a flat ``uint8`` CPU tensor of that size, page-aligned, whose memory goes
-            back with its storage. Raises ``MemoryError`` or ``RuntimeError`` where there is none.
-        slab_bytes: the largest slab that is taken for several requests.
-        idle_bytes: how much idle memory is kept for reuse.
-        sizes: how large slabs are, in place of ``slab_bytes``.
-        bound: is asked before bytes are taken from the system. A quota that a user gave in bytes is given what it
-            refuses all the same, and has the reason.
-        given_back: is called when slabs have gone back to the system, inside the pool's lock.
-        wakes: is called with the first slot or lease and with the first after a rest, inside the pool's lock.
+        allocate_slab: returns a flat, page-aligned ``uint8`` CPU tensor of the given size, whose memory is freed with
+            its storage. Raises ``MemoryError`` or ``RuntimeError`` if there is none.
+        slab_bytes: size of the largest slab for several requests.
+        idle_bytes: idle memory that is kept for reuse, in bytes.
+        sizes: slab sizes, in place of ``slab_bytes``.
+        bound: admits or refuses each slab. For a quota in bytes a refusal is only recorded, as its ``overdraft``.
+        on_freed: called with the pool's lock held after slabs were freed.
+        on_first_use: called with the pool's lock held for the first slot or lease, and the first after a rest.
     """
 
     def __init__(
@@ -277,12 +270,13 @@ class Pool:
         self._on_freed = on_freed
         self._on_first_use = on_first_use
         self._quotas: Living[Quota] = Living()
-        #: What several tiers that want one pool know it by; ``None`` for one that is not to be shared.
+        #: Key by which tiers find a shared pool; ``None`` if the pool is private.
         self.kind: Hashable = None
-        #: Whether every tier has left it, so that it keeps nothing idle.
+        #: Whether all tiers have unregistered, so that no idle memory is kept.
         self.is_closed = False
+        #: Guards all counts and ranges, and the quotas.
         self._lock = ForkSafeLock()
-        #: Of the thread that takes a slab from the system; it comes before ``_lock``.
+        #: Held while a slab is allocated: see [Note: growth]. Acquired before ``_lock``.
         self._growth = ForkSafeLock()
         self._reset()
         if bound is not None:
@@ -290,18 +284,18 @@ class Pool:
         tell_after_fork(self)
 
     def _reset(self) -> None:
-        #: Where slots end up, until ``poll``; see [Note: slots give themselves back] in ``tiers/base.py``.
+        #: Records of dead slots and leases, until ``poll``: see [Note: slots give themselves back] in ``base.py``.
         self.returned: deque[FinalizerRecord[Slot]] = deque()
-        #: Of what is alive; see [Note: finalizers] in ``forking.py``.
+        #: Records of living slots and leases: see [Note: finalizers] in ``forking.py``.
         self._records: set[FinalizerRecord[Slot]] = set()
-        #: Its ``append``, for the records: each would make another one.
+        #: One bound method for all records, since each attribute access makes another.
         self._on_return = self.returned.append
-        #: See [Note: retired slabs], and the uses of what was in them.
+        #: See [Note: retired slabs], with the fences of dead slots in these slabs.
         self._retired: dict[HostSlab, None] = {}
         self._retired_fences: tuple[Fence, ...] = ()
-        #: Bytes of all slabs; of what is alive, as it was asked for.
+        #: Bytes of all slabs; bytes requested by living slots and leases.
         self._held = self._used = 0
-        #: Of the slab that a thread is about to take.
+        #: Bytes of the slab that a thread is allocating.
         self.coming = 0
         self._is_crashed = False
         self._rests = True
@@ -312,24 +306,24 @@ class Pool:
     def _begin(self) -> None:
         self._ranges = Ranges[HostSlab]()
         self._slabs: dict[HostSlab, None] = {}
-        #: Bytes of those without slots; and the least since ``restart_idle``.
+        #: Bytes of slabs without slots: now, and at least since ``restart_idle``.
         self._idle_now = self.least_idle = 0
 
     def after_fork(self) -> None:
-        """Starts the child with an empty pool; it has slots from before the fork as copies, but for pinned ones."""
+        """Empties the pool of the child, which has copies of earlier slots unless their pages are pinned."""
         LEFT_TO_THE_PARENT.extend([self.returned, self._records, self._slabs, self._retired])
         self._reset()
         for quota in self._quotas:
             quota.used_bytes = quota.held_bytes = 0
 
     def register(self, quota: Quota) -> None:
-        """Has ``quota`` bound what is held for it, and all that is held: see [Note: quotas]."""
+        """Adds a tier's quota: see [Note: quotas]."""
         with self._lock.lock:
             self._quotas.add(quota)
             self.is_closed = False
 
     def unregister(self, quota: Quota) -> None:
-        """Its slots live on. What is idle and was only held for it goes back to the system. Idempotent."""
+        """Removes a quota and frees idle memory that exceeds the remaining budgets. Slots live on. Idempotent."""
         with self._lock.lock, self._crashing():
             self._quotas.discard(quota)
             self.is_closed = not self._quotas
@@ -341,10 +335,10 @@ class Pool:
                 self.bound.update()
 
     def allocate(self, nbytes: int, quota: Quota | None = None) -> HostSlot | None:
-        """Returns a slot of ``nbytes`` bytes, or ``None`` where ``quota`` or the system has no room.
+        """Returns a slot of ``nbytes`` bytes, or ``None`` if ``quota`` or the system has no room.
 
         Args:
-            quota: whose it is; it is given the reason where there is no room.
+            quota: quota of the slot, which records the reason for a refusal.
         """
         try:
             return self._grown(partial(self.take, nbytes, quota), quota)
@@ -356,9 +350,9 @@ class Pool:
             return None
 
     def lease(self, nbytes: int) -> Tensor:
-        """Returns a flat ``uint8`` tensor of ``nbytes`` bytes that owns them: they go back when its storage dies.
+        """Returns a flat ``uint8`` tensor of ``nbytes`` bytes, which return to the pool when its storage dies.
 
-        Views of it, and what autograd saves of it, keep the storage and so the bytes. The content is undefined.
+        The content is undefined.
 
         Raises:
             MemoryError, RuntimeError: the system has no room.
@@ -374,15 +368,15 @@ class Pool:
     def take(
         self, nbytes: int, quota: Quota | None = None, *, leased: bool = False, memory: Tensor | None = None
     ) -> HostSlot | Tensor | None:
-        """Returns ``nbytes`` bytes of what is held already, or of ``memory``; ``None`` where ``quota`` has no room.
+        """Returns ``nbytes`` bytes of existing slabs, or of ``memory``; ``None`` if ``quota`` has no room.
 
         Args:
-            quota: whose they are; it is given the reason where there is no room.
-            leased: whether a tensor is to own them, as in ``lease``, in place of a slot.
-            memory: a slab that the system has given for it.
+            quota: quota of the slot, which records the reason for a refusal.
+            leased: whether to return a tensor as ``lease`` does, instead of a slot.
+            memory: a new slab to add to the pool.
 
         Raises:
-            MustGrow: there is room, but the system has to give a slab first.
+            MustGrow: there is room, but a new slab has to be allocated first.
             MemoryError, RuntimeError: without a quota: there is no room, or the pool has crashed.
         """
         if leased and nbytes == 0:
@@ -400,7 +394,7 @@ class Pool:
                 size = nbytes + -nbytes % PAGE
                 if quota is not None and quota.budget is not None and quota.held_bytes + size > quota.budget:
                     raise NoRoomError(quota.over)
-                if memory is not None:  # nothing polls before it is cut: that would give it back if little may be idle
+                if memory is not None:  # no poll before the cut: it might free the new slab as idle
                     self._add(memory)
                 same = self._ranges.back.get(size) or self._ranges.fit(size)
                 if not same:
@@ -410,17 +404,17 @@ class Pool:
                 slab, start, fences = found.slab, found.start, found.fences
                 if leased:
                     assert not fences, "memory that streams copy to and memory for leases come from different pools"
-                    # The storage holds this very view until it is freed, so the view's death is the storage's.
+                    # The storage keeps this view alive, so the view dies with the storage.
                     view: Any = slab.buffer[start : start + nbytes]
                     owner, record = torch.frombuffer(view, dtype=torch.uint8), HostSlotRecord(view, self._on_return)
                 else:
-                    owner = slot = HostSlot.__new__(HostSlot)  # the `__init__` of `Slot` would be a call more
+                    owner = slot = HostSlot.__new__(HostSlot)  # saves the call of `Slot.__init__`
                     record = slot.record = HostSlotRecord(slot, self._on_return)
                     slot.nbytes, slot.slab, slot.start = nbytes, slab, start
                 record.nbytes, record.range, record.quota = nbytes, found, quota
-                record.fences = fences if len(fences) < 2 else pending(fences)  # what is over does not add up
+                record.fences = fences if len(fences) < 2 else pending(fences)  # so that passed fences do not pile up
                 self._records.add(record)
-                same.pop()
+                same.pop()  # only after the record is stored: an interrupt between would lose the range's fences
                 if slab.slots == 0:
                     idle = self._idle_now = self._idle_now - slab.nbytes
                     if idle < self.least_idle:
@@ -448,7 +442,7 @@ class Pool:
                 return None
 
     def _grown(self, take: Callable[..., Owner], quota: Quota | None = None) -> Owner:
-        """Returns what ``take`` makes of what is held, else of a new slab for ``quota``: see [Note: growth].
+        """Calls ``take``, with a new slab if it raises ``MustGrow``: see [Note: growth].
 
         Raises:
             MemoryError, RuntimeError: the system has no room.
@@ -470,7 +464,7 @@ class Pool:
                 self._told()
 
     def _new_memory(self, wanted: int, least: int, quota: Quota | None) -> Tensor:
-        for size in dict.fromkeys((wanted, least)):  # a smaller one costs less than what is idle and was pinned
+        for size in dict.fromkeys((wanted, least)):  # a smaller slab is cheaper than pinning idle memory again
             try:
                 return self._admitted(size, quota)
             except (MemoryError, RuntimeError):
@@ -490,28 +484,27 @@ class Pool:
         return self._allocate_slab(nbytes)
 
     def _told(self) -> None:
-        """Tells the bound that no slab is about to be taken any more: it is held, or there is none."""
+        """Tells the bound that the allocation of a slab has ended, with or without a slab."""
         self.coming = 0
         if self.bound is not None:
             self.bound.update()
 
     @property
     def bytes_by_machine(self) -> int | None:
-        """Bytes that it holds by budgets that follow the machine; ``None`` where it has no such budget."""
+        """Bytes held under automatic budgets; ``None`` if the pool has no such budget."""
         held = self._held - sum([one.held_bytes for one in self._quotas if one.budget is not None])
         return held if self._limit() is None and (held or self._quotas) else None
 
     @property
     def is_user_provided(self) -> bool:
-        """Whether users gave some of its budgets in bytes: what they hold stays, however short the machine is."""
+        """Whether any quota has a budget in bytes: its memory is kept even if the machine runs short."""
         return any(quota.budget is not None for quota in self._quotas)
 
     def reserve(self, nbytes: int, quota: Quota) -> None:
-        """Takes memory from the system until ``quota`` has ``nbytes`` bytes, in slots or free.
+        """Allocates slabs until ``quota`` has ``nbytes`` bytes in slots or free.
 
         Raises:
-            MemoryError, RuntimeError: its budget, the limit of all, or the system has no room for so much. What was
-                taken before that stays.
+            MemoryError, RuntimeError: the budgets or the system have no room. Slabs allocated before are kept.
         """
         if self._lock.is_held() or self._growth.is_held():
             raise reentered()
@@ -534,19 +527,19 @@ class Pool:
                 self._told()
 
     def restart_peak(self, quota: Quota) -> None:
-        """Measures anew how much of ``quota`` is used at most."""
+        """Restarts the peak of ``quota`` from its current use."""
         self.poll()
         with self._lock.lock:
             quota.peak_bytes = quota.used_bytes
 
     def poll(self) -> None:
-        """Takes up the slots that have died and gives back to the system what is idle beyond ``idle_bytes``."""
-        if not self._lock.is_held():  # in the midst of a change a later call does; see [Note: reentry] in forking.py
+        """Collects dead slots and frees idle memory beyond ``idle_bytes``."""
+        if not self._lock.is_held():  # reentrant calls leave this to a later one; see [Note: reentry] in forking.py
             with self._lock.lock, self._crashing():
                 self._poll()
 
     def rest(self) -> None:
-        """Keeps nothing until the next lease; see [Note: retired slabs]. Only for a pool of leases alone."""
+        """Retires all slabs until the next lease: see [Note: retired slabs]. For pools of leases only."""
         with self._lock.lock, self._crashing():
             self._poll(0)
             self._retired |= self._slabs
@@ -556,18 +549,18 @@ class Pool:
             self._rests = True
 
     def release_idle(self, keep: int = 0) -> None:
-        """Gives what is idle back to the system, but for ``keep`` bytes."""
+        """Frees idle slabs down to ``keep`` bytes."""
         with self._lock.lock, self._crashing():
             self._poll(keep)
 
     def restart_idle(self) -> None:
-        """Measures anew how much is idle at least."""
+        """Restarts ``least_idle`` from the bytes that are idle now."""
         with self._lock.lock:
             self.least_idle = self._idle_now
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in slots and leases that are alive, as they were asked for."""
+        """Bytes requested by living slots and leases."""
         self.poll()
         return self._used
 
@@ -579,7 +572,7 @@ class Pool:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of slabs in which nothing is alive."""
+        """Bytes of slabs without living slots or leases."""
         self.poll()
         return self._idle_now
 
@@ -603,17 +596,16 @@ class Pool:
         self._idle_now += slab.nbytes
 
     def _limit(self) -> int | None:
-        """Returns the bytes that the quotas allow in all; ``None`` where only the machine bounds them."""
+        """Returns the sum of the budgets in bytes; ``None`` if one of them is automatic or there is none."""
         quotas = list(self._quotas)
         budgets = [quota.budget for quota in quotas if quota.budget is not None]
         return sum(budgets) if budgets and len(budgets) == len(quotas) else None
 
     def _new_slab(self, need: int, quota: Quota | None) -> MustGrow:
-        """Returns the size of the slab that ``need`` calls for, or of a smaller one where that is all there is room
-        for, and the least that will do where the system has no room for it.
+        """Returns the preferred size of a new slab, capped by the limit, and the smallest size that holds ``need``.
 
         Raises:
-            NoRoomError: there is none.
+            NoRoomError: the limit leaves no room for ``need``.
         """
         wanted, limit = self._sizes.wanted(need, self._held), self._limit()
         if limit is not None and self._held + wanted > limit:
@@ -626,10 +618,10 @@ class Pool:
         return MustGrow(wanted, self._sizes.least(need))
 
     def _poll(self, keep: int | None = None) -> None:
-        """Takes up what has died, and gives slabs back to the system: see the notes.
+        """Collects dead slots and frees retired and idle slabs: see the notes of the class.
 
         Args:
-            keep: how many idle bytes are kept, if fewer than usual.
+            keep: idle bytes to keep, if fewer than ``idle_bytes``.
         """
         if self._is_crashed:
             self._begin_after_a_crash()
@@ -659,7 +651,7 @@ class Pool:
             for left in [] if self._retired_fences else [left for left in self._retired if left.slots == 0]:
                 del self._retired[left]
                 self._held -= left.nbytes
-        if self._idle_now > keep:  # idle slabs that no transfer can touch any more go
+        if self._idle_now > keep:  # free idle slabs, the oldest first, once their fences have passed
             self._ranges.join()
             for idle in [idle for idle in self._slabs if idle.slots == 0]:
                 if self._idle_now <= keep:
@@ -675,7 +667,7 @@ class Pool:
                 self.bound.forget()
 
     def _begin_after_a_crash(self) -> None:
-        """Counts what is alive, and leaves all slabs: see [Note: retired slabs]."""
+        """Recounts living slots and retires all slabs: see [Note: retired slabs]."""
         dead = [record for record in self._records if record() is None]
         fences = [fence for record in dead for fence in cast(HostSlotRecord, record).fences]
         fences += [fence for same in self._ranges.back.values() for one in same for fence in one.fences]

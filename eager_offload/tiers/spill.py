@@ -1,4 +1,4 @@
-"""A spill file: one unnamed file, written and read around the page cache."""
+"""Spill files: unnamed files that are written and read with direct I/O."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ from eager_offload.tiers.forking import FinalizerRecord, tell_after_fork
 from eager_offload.tiers.limits import file_size_limit
 from eager_offload.tiers.memory import PAGE, anonymous_slab, is_in_page_cache, move, move_if_there, round_up, view_of
 
-#: What stays free on every disk for other programs: this share of the disk, and at most so many bytes.
+#: Free space left for other programs: this share of the disk, but at most this many bytes.
 FLOOR_SHARE, FLOOR_BYTES = 1 / 20, 4 << 30
-#: Bytes; a file grows by this much, or by the request where that is more.
+#: A file grows by this many bytes, or by the request if that is larger.
 _GROWTH = 64 << 20
 
-#: Bytes a bounce buffer, and how many there may be: that many transfers run at once, the others wait for one.
+#: Size of a bounce buffer in bytes, and the number of buffers. Further transfers wait for a buffer.
 _BOUNCE_BYTES = 4 << 20
 _BOUNCE_BUFFERS = 4
-#: Bytes written through the page cache before they are flushed and dropped from it.
+#: Bytes written through the page cache before they are flushed and dropped from the cache.
 _CACHED_BYTES = 16 << 20
-#: How often a call may lead nowhere on end, by moving nothing or by asking to be repeated, before it counts as failed.
+#: Consecutive calls that may move no bytes (or fail with EINTR, EAGAIN) before a transfer fails.
 _PATIENCE = 8
 
-#: A call that moves some of a buffer, to or from an offset of the file, and says how many bytes.
+#: A call that moves part of a buffer to or from an offset of the file, and returns the number of bytes moved.
 _Move: TypeAlias = Callable[[memoryview, int], int]
 
-#: What a filesystem says to a call that it does not offer.
+#: Errors of a call that the filesystem does not support.
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-#: What is said where there is no room: on the disk, for its owner, for one file.
+#: Errors of a full disk, an exhausted quota, a file at its size limit.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Usage(NamedTuple):
-    """How full a disk is, and what one file has of it; bytes."""
+    """The space of a disk and of one file on the disk, in bytes."""
 
     total: int
-    #: What this process may still take.
+    #: Available to this process.
     free: int
-    #: Where the file ends.
+    #: Length of the file.
     length: int
-    #: What the file takes of the disk.
+    #: Disk space allocated for the file.
     occupied: int
 
 
 class _Bounce:
-    """Aligned buffers, for bytes that direct I/O cannot take from where they are."""
+    """Aligned buffers for bytes whose own memory is unsuitable for direct I/O."""
 
     def __init__(self) -> None:
         self._permits = threading.BoundedSemaphore(_BOUNCE_BUFFERS)
@@ -67,15 +67,15 @@ class _Bounce:
 
     @contextmanager
     def buffer(self) -> Iterator[int]:
-        """Yields the address of a buffer; waits for one where all are in use."""
+        """Yields the address of a buffer. Waits if all are in use."""
         with self._permits:
             try:
                 buffer = self._idle.pop()
             except IndexError:
-                # Most transfers need a page of it, for their odd end.
+                # No huge pages: most transfers use only one page, for their odd end.
                 buffer = anonymous_slab(_BOUNCE_BYTES, huge=False)
             yield buffer.data_ptr()
-            # One stays for the next transfer; the others were needed for a moment.
+            # Keep one buffer for the next transfer, and free the others.
             if not self._idle:
                 self._idle.append(buffer)
 
@@ -84,51 +84,55 @@ class _Bounce:
 
 
 class SpillFile:
-    """One file without a name, of which slots are cut; it closes with the last reference.
+    """An unnamed file of mode 0600, from which slots are cut. Closed with the last reference.
 
-    Threads may read and write it at once; one may have it grow. What only its owner may read has mode 0600 while it has
-    a name. The methods from ``read_into`` to ``close`` are a system call or two each and raise ``OSError`` as those do:
-    a test's subclass has them fail, or do half of their work.
+    Any number of threads may read and write; one at a time may call ``grow``. The methods from ``read_into`` to
+    ``close`` make one or two system calls each and raise their ``OSError``; subclasses in tests make these methods fail
+    or do half of their work.
 
     [Note: direct I/O]
-    A buffered write would leave a copy in the page cache, and the memory that offloading frees would be gone again. So
-    the file is opened for direct I/O where the filesystem takes it, which asks for alignment: offset and length are
-    multiples of 4096 here always, and the alignment of the memory is found by trying. A source that has it (new kernels
-    ask for very little) is written from where it is. A target is read in place only at a whole page: on a page that is
-    shared with other data, the disk's write and a fork could cost that data its own latest write. What is left, and the
-    odd end of every transfer, goes through a bounce buffer. Where direct I/O is refused, or taken and not done, the
-    cache is flushed and dropped behind each piece.
+    A buffered write leaves a copy in the page cache, which would use up the memory that offloading frees. Thus the file
+    uses direct I/O if the filesystem supports it. Direct I/O requires alignment:
+
+    1. Offsets and lengths are always multiples of 4096 bytes here.
+    2. The alignment required of memory is found by trying; recent kernels require little. A source with this alignment
+       is written in place.
+    3. A target is read in place only in whole pages. If a page also held other data, the disk's write combined with a
+       fork could lose the latest write to that data.
+    4. All other bytes, and the odd end of every transfer, go through a bounce buffer.
+
+    If direct I/O is refused, or accepted but ignored, each piece is flushed and dropped from the page cache.
 
     Raises:
-        OSError: the directory cannot take the file.
+        OSError: no file can be made in the directory.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        #: All of it, of which the tier cuts slots.
+        #: The whole file, from which the tier cuts slots.
         self.slab = Slab(0)
-        #: Bytes that went to the disk and are not counted yet; the tier takes them out.
+        #: Sizes of writes in bytes, which the tier adds up and removes. A deque, because appending needs no lock.
         self.uncounted: deque[int] = deque()
-        #: Why the file could not grow the last time, if it was not full; ``None`` once it has grown.
+        #: Why the file could not grow the last time, unless the disk was full; ``None`` after it has grown.
         self.refusal: str | None = None
-        #: Whether this process is a child and the file its parent's.
+        #: Whether the file belongs to the parent of this forked process.
         self.inherited = False
         self.bounce = _Bounce()
-        #: What the operating system knows the file by; -1 once it is closed.
+        #: -1 after ``close``.
         self.descriptor = descriptor = _open_unnamed(directory)
         self._record = _Open(self, methodcaller("close"))
         self._record.close = partial(os.close, descriptor)
         _open_files.difference_update([record for record in list(_open_files) if record() is None])
         _open_files.add(self._record)
         if hasattr(os, "posix_fadvise"):
-            # What is read next is not what lies next, and what is read ahead into the page cache stays there.
+            # No read-ahead: reads are not sequential, and pages read ahead would stay in the page cache.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        #: What the address of a source has to be a multiple of, in bytes; ``None``: through the page cache.
+        #: Alignment of memory for direct I/O in bytes; ``None``: transfers use the page cache.
         self.memory_alignment = self._probe()
         tell_after_fork(self)
 
     def _probe(self) -> int | None:
-        """Returns the least alignment of memory that direct I/O takes here and does right; ``None`` for none."""
+        """Returns the smallest alignment with which direct I/O works; ``None`` if it works with none."""
         buffer = anonymous_slab(16 * PAGE)
         pages = view_of(buffer.data_ptr(), 16 * PAGE, buffer)
         target = pages[8 * PAGE : 12 * PAGE]
@@ -139,7 +143,7 @@ class SpillFile:
                 self.set_direct(True)
                 written = self.write_from(source, 0)
                 if self.read_into(target, 0) == written == len(source) and target == source:
-                    # Some take it and do as they like, ext4 with a journal of data for one: it is in the cache then.
+                    # Some filesystems accept O_DIRECT and use the page cache (e.g. ext4 with data=journal).
                     cached = self.is_cached(0)
                     self.set_direct(not cached)
                     return None if cached else alignment
@@ -154,27 +158,27 @@ class SpillFile:
     # -- room -----------------------------------------------------------------------------------------------------
 
     def room(self) -> int:
-        """Returns the bytes by which the file may grow: those free on its disk above the floor, up to its limit."""
+        """Returns the bytes by which the file may grow: free space above the floor, up to the file size limit."""
         try:
             usage = self.usage()
         except OSError:
             return 0
         floor, most = min(int(usage.total * FLOOR_SHARE), FLOOR_BYTES), file_size_limit()
-        # What was not promised is not in use yet, and will be.
+        # If the filesystem could not allocate blocks ahead, parts of the file have yet to take their space.
         free = usage.free - floor - max(usage.length - usage.occupied, 0)
         return max(free if most is None else min(free, most - usage.length), 0)
 
     def grow(self, need: int, limit: int) -> int:
-        """Makes the file longer than its slab, which takes the disk a while; the caller counts what is new.
+        """Extends the file, which may take a while. The caller then updates the slab.
 
         Args:
-            need: bytes that are asked for.
-            limit: by how much it may grow, in bytes.
+            need: smallest growth, in bytes.
+            limit: largest growth, in bytes.
 
         Returns:
-            By how much it did; 0 where the disk has no room.
+            The growth in bytes; 0 if the disk has no room.
         """
-        # Asking for what is not there would fill the disk to the brim for a moment, at the cost of all else on it.
+        # Check the room first: a failing allocation fills the disk for a moment, and other programs would fail.
         most, length = min(self.room(), limit), self.slab.nbytes
         for step in dict.fromkeys((max(_GROWTH, need), limit // PAGE * PAGE, need)):
             if not need <= step <= most:
@@ -185,7 +189,7 @@ class SpillFile:
                 except OSError as error:
                     if error.errno not in _REFUSALS:
                         raise
-                    # The filesystem cannot promise room; a write that finds none fails and is counted then.
+                    # The filesystem cannot allocate ahead; a write that finds no space fails and is counted then.
                     self.truncate(length + step)
             except OSError as error:
                 if error.errno not in _FULL:
@@ -200,10 +204,10 @@ class SpillFile:
     # -- bytes ----------------------------------------------------------------------------------------------------
 
     def write(self, address: int, nbytes: int, offset: int) -> None:
-        """Writes ``nbytes`` bytes of memory to ``offset``, a multiple of ``PAGE``, and up to the next one.
+        """Writes ``nbytes`` bytes of memory to ``offset``, a multiple of ``PAGE``, padded to whole pages.
 
         Raises:
-            OSError, MemoryError: the operating system refused.
+            OSError, MemoryError: a system call failed.
         """
         alignment, done = self.memory_alignment, 0
         if alignment is None:
@@ -216,7 +220,7 @@ class SpillFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or address % PAGE == 0:
                     raise
-                # The probe's few pages passed and these did not: the device asks for more than it said.
+                # The device requires more alignment than the probe has shown.
                 self.memory_alignment, done = PAGE, 0
         if done < nbytes:
             with self.bounce.buffer() as base:
@@ -231,7 +235,7 @@ class SpillFile:
         """Reads ``nbytes`` bytes at ``offset``, a multiple of ``PAGE``, into memory.
 
         Raises:
-            OSError, MemoryError: the operating system refused.
+            OSError, MemoryError: a system call failed.
         """
         if self.memory_alignment is None:
             self._through_the_cache(self.read_into, address, nbytes, offset, flush=False)
@@ -263,11 +267,11 @@ class SpillFile:
         while done < len(memory):
             try:
                 moved = move_some(memory[done:], offset + done)
-            except (InterruptedError, BlockingIOError):  # EINTR, EAGAIN: it did nothing, and asks to be repeated
+            except (InterruptedError, BlockingIOError):  # EINTR, EAGAIN: repeat the call
                 moved = 0
             before, done = done, done + moved
             if self.memory_alignment is not None:
-                # Direct I/O can only go on at a whole block; the rest of the last one is moved once more.
+                # Direct I/O continues at a whole page; the rest of the last one is moved again.
                 done = done // PAGE * PAGE
             if done > before:
                 in_vain = 0
@@ -277,7 +281,7 @@ class SpillFile:
                 in_vain += 1
 
     def failed(self, what: str, nbytes: int, error: OSError | MemoryError) -> TransferError:
-        """Returns what a user reads when a transfer of ``nbytes`` bytes met with ``error`` here."""
+        """Returns the error for a transfer of ``nbytes`` bytes that failed with ``error``."""
         number = error.errno if isinstance(error, OSError) else errno.ENOMEM
         if number == errno.EFBIG:
             remedy = "raise the limit (ulimit -f)"
@@ -302,38 +306,41 @@ class SpillFile:
         )
 
     def after_fork(self) -> None:
-        """Keeps the child from what its parent writes and reads, and from occupying its room on the disk."""
+        """Closes the file in the child, which neither uses it nor keeps its disk space allocated."""
         self.inherited = True
         self.close()
 
     # -- system calls ---------------------------------------------------------------------------------------------
 
     def read_into(self, target: memoryview, offset: int) -> int:
-        """Reads at ``offset`` into ``target``; returns how many bytes came, 0 at the end of the file."""
+        """Reads at ``offset`` into ``target``. Returns the number of bytes read, 0 at the end of the file."""
         return os.preadv(self.descriptor, [target], offset)
 
     def write_from(self, source: memoryview, offset: int) -> int:
-        """Writes ``source`` at ``offset``; returns how many bytes went."""
+        """Writes ``source`` at ``offset``. Returns the number of bytes written."""
         return os.pwritev(self.descriptor, [source], offset)
 
     def allocate(self, offset: int, nbytes: int) -> None:
-        """Makes the file reach to ``offset + nbytes`` with room on the disk for what is new."""
+        """Extends the file to ``offset + nbytes`` and allocates the disk space."""
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self.descriptor, offset, nbytes)
         else:
             self.truncate(offset + nbytes)
 
     def usage(self) -> Usage:
-        """Returns how full the disk is, as it was a moment ago."""
         disk, file = os.fstatvfs(self.descriptor), os.fstat(self.descriptor)
         return Usage(disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize, file.st_size, file.st_blocks * 512)
 
     def truncate(self, length: int) -> None:
-        """Makes the file ``length`` bytes long, without asking for room."""
+        """Sets the length of the file without allocating disk space."""
         os.ftruncate(self.descriptor, length)
 
     def set_direct(self, direct: bool) -> None:
-        """Has transfers go around the page cache, or not any more."""
+        """Switches direct I/O on or off.
+
+        Raises:
+            OSError: the system or the filesystem has no direct I/O.
+        """
         if not hasattr(os, "O_DIRECT"):
             if direct:
                 raise OSError(errno.EOPNOTSUPP, "this system has no O_DIRECT")
@@ -345,45 +352,47 @@ class SpillFile:
         fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags)
 
     def is_cached(self, offset: int) -> bool:
-        """Returns whether the page at ``offset`` is in the page cache; ``False`` where the system does not say."""
+        """Returns whether the page at ``offset`` is in the page cache; ``False`` if that is unknown."""
         return is_in_page_cache(self.descriptor, offset)
 
     def flush(self) -> None:
-        """Returns when everything written is on the disk."""
+        """Waits until all writes are on the disk."""
         getattr(os, "fdatasync", os.fsync)(self.descriptor)
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Drops what the page cache holds of a range, as far as it is on the disk."""
+        """Drops a range from the page cache, except for dirty pages."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Closes the file, which gives its room on the disk back. Idempotent."""
+        """Closes the file, which frees its disk space. Idempotent."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             _open_files.discard(self._record)
-            del self._record  # no call before the next one: until here, and no longer, it closes what an interrupt left
+            # Until here, the record closes the file after an interrupt. No call may come between these two lines, or an
+            # interrupt could leave the file to both or to neither.
+            del self._record
             os.close(descriptor)
 
 
 class _Open(FinalizerRecord[SpillFile]):
-    """Closes a file that goes without having been closed, in C alone; see [Note: finalizers] in ``forking.py``."""
+    """Closes a file that dies without ``close``, without Python code: see [Note: finalizers] in ``forking.py``."""
 
     __slots__ = ("close",)
     close: Callable[[], None]
 
 
-#: Also those of files that have gone since one was last opened.
+#: Keeps the records alive. Records of dead files are removed when the next file is opened.
 _open_files: set[_Open] = set()
 
 
 def _open_unnamed(directory: Path) -> int:
-    """Returns a descriptor of a new file, mode 0600, that is in no directory."""
+    """Creates a file of mode 0600 that has no name, and returns its descriptor."""
     if hasattr(os, "O_TMPFILE"):
-        # A filesystem may have no unnamed files; anything worse than that shows below as well.
+        # The filesystem may not support unnamed files. Any other error occurs again below.
         with contextlib.suppress(OSError):
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    # Named before it is there: whatever interrupts this, the name is known and goes.
+    # Choose the name before the file exists, so that it is removed even after an interrupt.
     name, descriptor = directory / f".eager_offload-{secrets.token_hex(16)}", -1
     try:
         try:

@@ -35,8 +35,6 @@ def test_each_wrong_gradient_in_the_wild_names_a_file_that_proves_its_hazard() -
         ("hooks", "followed, host, 64KiB: us", "{:.0f} in one that repeats"),
         ("hooks", "kept, parameter: us above the pair", "{:.1f} to 1.9 for one that stays"),
         ("hooks", "kept, small: us above the pair", "1.2 to {:.1f} for one that stays"),
-        ("hooks", "offloaded, 50000 alive, of what it is with 1000", "each costs {:.1f} to 1.2 of what it costs"),
-        ("hooks", "followed, 50000 alive, of what it is with 1000", "each costs 1.1 to {:.1f} of what it costs"),
         ("cpu_train", "offload, huge pages: time to default malloc", "both took {:.2f} of one without"),
         ("cpu_train", "offload, huge pages: memory", "at {:.2f} of the activation memory"),
     ],

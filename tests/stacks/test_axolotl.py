@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import eager_offload as eo
-from tests.integrations.training import exact, fields, spill_files
+from tests.integrations.training import exact, fails, fields, forget, spill_files
 from tests.integrations.transformers_training import run, trainer_of
 
 base = pytest.importorskip("axolotl.integrations.base")
@@ -50,6 +50,19 @@ def test_a_trainer_with_the_plugins_callback_trains_bit_for_bit(manager: Any, tm
     manager.post_train(cfg, trainer.model)
     exact(expected, found, callback.offload)
     assert trainer.state.log_history[0]["offload/moved_mib"] > 0
+    assert spill_files(tmp_path) == []
+
+
+def test_post_train_gives_back_what_training_that_failed_has_left(manager: Any, tmp_path: Path) -> None:
+    trainer, error = trainer_of(tmp_path), RuntimeError("in forward")
+    for callback in manager.add_callbacks_post_trainer(DictDefault({"eager_offload": fields(tmp_path)}), trainer):
+        trainer.add_callback(callback)
+    fails(trainer.model.model.layers[1], error)
+    with pytest.raises(RuntimeError, match="in forward"):
+        run(trainer)
+    forget(error)
+    assert spill_files(tmp_path) != []
+    manager.post_train(DictDefault({}), trainer.model)
     assert spill_files(tmp_path) == []
 
 

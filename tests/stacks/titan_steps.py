@@ -1,6 +1,9 @@
-"""Trains torchtitan's debug Llama for 4 steps on the CPU, a process for each gloo rank, and prints a digest of it.
+"""Trains torchtitan's debug Llama for 4 steps on the CPU, without offload and with it, and prints digests of it.
 
-python tests/stacks/titan_steps.py plain|offload|graphs PORT RANK RANKS [tensor|pipeline_parallel_degree=2]
+Each gloo rank is a process, which is forked: to import torchtitan takes several times as long as to train.
+
+python tests/stacks/titan_steps.py RANKS [tensor|pipeline_parallel_degree=2]
+python tests/stacks/titan_steps.py graphs                                     ends with an error
 python tests/stacks/titan_steps.py arguments --offload.device_budget 60GiB   prints that field
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
+from torch.multiprocessing import start_processes
 
 # torchtitan asks for the accelerator when it is imported, and takes "cuda" where there is none.
 torch._utils._get_available_device_type = lambda: "cpu"
@@ -102,9 +107,10 @@ def offload_debugmodel() -> OffloadTrainer.Config:
     return OffloadTrainer.Config.of(config_registry.llama3_debugmodel())
 
 
-def main(way: str, port: str, rank: str, ranks: str, *degrees: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
-    os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+def train(rank: int, way: str, port: int, ranks: int, degrees: tuple[str, ...]) -> None:
+    """Trains as one of so many ranks; prints of it the way, its digest, and the bytes that left and came back."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
     utils.set_pg_timeouts = lambda **_: None  # gives gloo's barrier the name of a device
     config = offload_debugmodel()
@@ -128,14 +134,25 @@ def main(way: str, port: str, rank: str, ranks: str, *degrees: str) -> None:
             local = one.to_local() if hasattr(one, "to_local") else one
             digest.update(local.detach().contiguous().view(torch.uint8).numpy().tobytes())
     stats = trainer.offload.stats(synchronize=True)
-    print("DIGEST", digest.hexdigest(), stats.bytes_out, stats.bytes_in, flush=True)
+    sys.stdout.write(f"DIGEST {way} {rank} {digest.hexdigest()} {stats.bytes_out} {stats.bytes_in}\n")
+    sys.stdout.flush()
     trainer.close()
     torch.distributed.destroy_process_group()
+
+
+def main(ranks: str, *degrees: str) -> None:
+    for way in ("plain", "offload"):
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        start_processes(train, (way, port, int(ranks), degrees), int(ranks), start_method="fork")
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "arguments":
         named = ["--module", "titan_steps", "--config", "offload_debugmodel"]
         print("OFFLOAD", ConfigManager().parse_args([*named, *sys.argv[2:]]).offload.device_budget)
+    elif sys.argv[1] == "graphs":
+        train(0, "graphs", 0, 1, ())
     else:
         main(*sys.argv[1:])
