@@ -138,9 +138,9 @@ class OffloadTrainerCallback(TrainerCallback):
         if args.n_gpu > 1 and not quantized:  # as Trainer decides it
             raise ConfigError(
                 f"{args.n_gpu} devices in one process are not accepted: Trainer wraps the model in "
-                "torch.nn.DataParallel, which runs forward in threads of its own, where nothing can be offloaded. "
-                "Start one process for each device (`torchrun --nproc-per-node`, `accelerate launch`), or show this "
-                "one device alone (CUDA_VISIBLE_DEVICES)"
+                "torch.nn.DataParallel, which runs forward in its own threads, in which nothing can be offloaded. "
+                "Start one process per device (`torchrun --nproc-per-node`, `accelerate launch`), or show this process "
+                "only one device (CUDA_VISIBLE_DEVICES)"
             )
         if hiding := " and ".join(self._hiding_options(args)):
             self.offload.expect_to_be_hidden(
@@ -167,7 +167,7 @@ class OffloadTrainerCallback(TrainerCallback):
             if getattr(plugin, option, False):
                 raise ConfigError(
                     f"{option}=True for torch_compile=True is not accepted by OffloadTrainerCallback, which reaches "
-                    "only what is inside of the compiled module. Take OffloadTrainerMixin, or leave that option out "
+                    "only modules inside of the compiled one. Use OffloadTrainerMixin, or leave that option out "
                     f"(the environment's ACCELERATE_DYNAMO_USE_{option.removeprefix('use_').upper()})"
                 )
         self._calls = OffloadedCalls(model, offload, instead=_INSTEAD, first=self._first)

@@ -61,7 +61,7 @@ def get_act_offloading_ctx_manager(
     offload.expect_no_use()  # training may never begin
     find = getattr(model, "get_output_embeddings", None)
     if find is None and warn_if_no_head:
-        warn(f"{type(model).__name__} has no get_output_embeddings, so what its output head saves moves too")
+        warn(f"{type(model).__name__} has no get_output_embeddings, so tensors saved in its output head move too")
     if isinstance(head := find() if find is not None else None, nn.Module) and offload.config.enabled:
         weakref.finalize(offload, ModuleCall.begin(head, in_no_offload).end).atexit = False
     return offload
