@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "",
         *(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items()),
         "",
-        "`python -m eager_offload COMMAND --help` lists what a command takes. Launchers take it too:",
+        "`python -m eager_offload COMMAND --help` lists the arguments of a command. Launchers can start it:",
         "`torchrun -m eager_offload run train.py`.",
     ]
     print("\n".join(usage), file=sys.stdout if is_asked else sys.stderr)
@@ -53,8 +53,7 @@ def _doctor(arguments: Sequence[str]) -> int:
     """Prints the diagnosis of this machine; the exit status is 1 if offloading cannot work here."""
     parser = argparse.ArgumentParser(
         prog="python -m eager_offload doctor",
-        description="Examines this machine for about 10 seconds: what offloading has to work with, and which settings "
-        "fit. The text is meant to be pasted into an issue.",
+        description="Measures this machine for about 10 seconds and recommends settings. Paste the text into an issue.",
     )
     parser.add_argument("--json", action="store_true", help="for machines; eager_offload.observe.doctor has the keys")
     parser.add_argument(
@@ -62,7 +61,7 @@ def _doctor(arguments: Sequence[str]) -> int:
         action="append",
         type=Path,
         metavar="DIRECTORY",
-        help="where a spill file could be; may be given several times (default: the temporary, cache and working "
+        help="a directory for the spill file; may be given several times (default: the temporary, cache and working "
         "directories)",
     )
     options = parser.parse_args(arguments)
@@ -87,7 +86,7 @@ def _report(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("trace", type=Path, help="the trace, such as step.json")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="PAGE", help="where the page goes (default: beside the trace, as .html)"
+        "-o", "--output", type=Path, metavar="PAGE", help="the page to write (default: next to the trace, as .html)"
     )
     parser.add_argument("--text", action="store_true", help="print it, in place of a page: plotly is not needed")
     options = parser.parse_args(arguments)
@@ -116,9 +115,9 @@ def _report(arguments: Sequence[str]) -> int:
 
 #: By command, its function or the module with its ``main``, and a description.
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int] | str, str]] = {
-    "plan": ("eager_offload.planning.command", "what fits and what is to move, before the first step"),
+    "plan": ("eager_offload.planning.command", "predicts memory, time and bytes to move before the first step"),
     "check": ("eager_offload.checking", "whether a model of yours trains to the same bits with offload"),
-    "doctor": (_doctor, "what this machine offers to offloading, and which settings fit"),
+    "doctor": (_doctor, "measures this machine and recommends settings"),
     "report": (_report, "a trace as one page to look at"),
     "run": ("eager_offload.running", "runs a training script, which offloads without a change"),
 }

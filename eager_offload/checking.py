@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m eager_offload check",
         description="Trains a model for a few steps with and without offload, in processes of their own, and compares "
         "every loss, gradient, parameter and buffer bit for bit.",
-        epilog="The exit status is 0 where all bits are equal, 1 where any differs, 2 where that cannot be told.",
+        epilog="The exit status is 0 if all bits are equal, 1 if any differs, 2 if the comparison was not possible.",
     )
     parser.add_argument(
         "function",
@@ -137,11 +137,11 @@ def _judge(runs: dict[str, dict[str, Any]]) -> tuple[int, str]:
     if (other := _first_difference(without, again)) is not None:
         return 2, (
             f"cannot tell: two runs without offload differ, first in {other}. The model is not deterministic by "
-            "itself: seed what it draws from, and leave out what depends on time, on threads or on the system"
+            "itself: seed its random numbers, and remove anything that depends on time, on threads or on the system"
         )
     if (other := _first_difference(without, moved)) is not None:
         return 1, (
-            f"differs: {other} has other bits with offload than without, where two runs without are equal. Please "
+            f"differs: {other} has other bits with offload than without, although two runs without are equal. Please "
             "report it, with the model"
         )
     if not (moved["moved_bytes"] or moved["again"]):

@@ -166,10 +166,10 @@ class OffloadConfig(_BesideFields):
     """
 
     tier: str = "auto"
-    """Where saved tensors rest: ``"host"``, ``"disk"`` or ``"auto"``. With ``"auto"`` an accelerator offloads to host
-    memory, and to disk once ``host_budget`` is used up if ``disk_path`` is given. A CPU device offloads to disk, but in
-    a process with an accelerator only if ``disk_path`` is given. ``"host"`` on a CPU device copies within host memory:
-    it saves nothing and exists for tests."""
+    """The place that saved tensors are offloaded to: ``"host"``, ``"disk"`` or ``"auto"``. With ``"auto"`` an
+    accelerator offloads to host memory, and to disk once ``host_budget`` is used up if ``disk_path`` is given. A CPU
+    device offloads to disk, but in a process with an accelerator only if ``disk_path`` is given. ``"host"`` on a CPU
+    device copies within host memory: it frees nothing and exists for tests."""
 
     min_bytes: Size = 1 * MIB
     """A saved tensor of fewer bytes stays on its device."""
@@ -189,19 +189,19 @@ class OffloadConfig(_BesideFields):
     keep_last_bytes: Size = "auto"
     """The newest saved bytes, which stay because backward asks for them at once: a queue of so many bytes for each
     thread that runs forwards, outside the in-flight window. ``"auto"`` is ``prefetch_bytes`` in an unknown step. In a
-    step like an earlier one, it is at most that, and only tensors stay that were asked for sooner than they could have
-    been away and back. If the earlier step saved at most a quarter more than ``prefetch_bytes``, all of it stays,
-    because reloading would take the memory that moving frees."""
+    step like an earlier one, it is at most that, and only tensors stay that backward needed before they could have left
+    and returned. If the earlier step saved at most a quarter more than ``prefetch_bytes``, all of it stays, because
+    reloading would take the memory that moving frees."""
 
     pin_memory: bool | Auto = "auto"
     """Whether host buffers are pinned; ``"auto"`` pins them for an accelerator and not for a CPU device."""
 
     host_budget: Size = "auto"
     """Most bytes held in host memory. ``"auto"`` is half of the memory that could be taken when it is first needed, by
-    the limits of control groups, process and machine. The processes on the node share it: each takes what it needs, and
-    none what another lacks of an equal share. Once it is used up, it is computed anew, and grows if there is more.
-    Memory is taken only while enough is left for others. A budget in bytes is used as given, with one warning if the
-    machine has less."""
+    the limits of control groups, process and machine. The processes on the node share it: a process may exceed its
+    equal share only while no other process lacks part of its own. Once it is used up, it is computed again, and grows
+    if more memory is free. Memory is taken only while enough is left for others. A budget in bytes is used as given,
+    with one warning if the machine has less."""
 
     disk_budget: Size = "auto"
     """Most bytes held on disk, for all devices together; ``"auto"`` takes a share of the free space when it is first
@@ -216,14 +216,14 @@ class OffloadConfig(_BesideFields):
     """Whether bytes on disk have checksums, which are checked when they come back."""
 
     step_tables: bool | Auto = "auto"
-    """Whether the saves of a step are looked up in the table of a like step, each checked: ``"auto"`` after 3 steps
-    that are alike, or after 1 under ``device_budget`` or ``policy="free"``; ``True`` after 1;
+    """Whether a step follows the table of an earlier step like it, with each save checked: ``"auto"`` after 3 matching
+    steps, or after 1 under ``device_budget`` or ``policy="free"``; ``True`` after 1;
     ``False`` never, so that a budget moves everything movable."""
 
     device_budget: Size | None = None
     """Bytes of the device that training may take: as little moves as fits. ``"auto"`` is the used memory and nine
-    tenths of the free memory when it is first needed; ``None`` sets no bound, and everything movable moves. Each
-    forward teaches the next one how much fits: see the page on budgets. For a CPU device it bounds the memory of the
+    tenths of the free memory when it is first needed; ``None`` sets no bound, and everything movable moves. The peak of
+    each forward corrects the next one: see the page on budgets. For a CPU device the budget bounds the memory of the
     process. Compiled code is decided when it is compiled, by the memory that its graphs are estimated to take."""
 
     policy: str = "max"
@@ -239,14 +239,14 @@ class OffloadConfig(_BesideFields):
 
     only: tuple[str, ...] | Sequence[str] | str = ()
     """Patterns of module names, such as ``["*.mlp"]``, whose saved tensors alone may move, also those of modules inside
-    them; all others stay. Otherwise as ``skip``, which may leave out a part of what ``only`` names. Where
-    several objects are in force on a thread, a call that one of them names counts for all."""
+    them; all others stay. Otherwise as ``skip``, which may exclude modules inside of those. If several ``Offload``
+    contexts are open on a thread, a call that one of them names counts for all."""
 
     release_freed_memory: bool | Auto = "auto"
-    """Whether memory that is freed goes back to the system while CPU tensors move, so that the process gets smaller.
-    That is a matter of the whole process: the first ``Offload`` that is entered to move CPU tensors begins with it, and
-    the stats say so. ``"auto"`` does it unless the environment sets malloc (``MALLOC_*``, ``GLIBC_TUNABLES``) or
-    replaces it; ``True`` always; ``False`` never. It does nothing where the C library is not glibc."""
+    """Whether freed memory is returned to the system while CPU tensors move, so that the process shrinks. This affects
+    the whole process, from the first ``Offload`` that is entered to move CPU tensors; the stats report it. ``"auto"``
+    returns it unless the environment configures malloc (``MALLOC_*``, ``GLIBC_TUNABLES``) or replaces it; ``True``
+    always; ``False`` never. Without effect if the C library is not glibc."""
 
     enabled: bool = True
     """``False``: the context does nothing. ``EAGER_OFFLOAD=0`` or ``=1`` in the environment overrides it."""

@@ -66,7 +66,7 @@ class Owner(Protocol):
         """Counts the saves of a compiled graph that moves nothing."""
 
     def leave_to_parent(self) -> None:
-        """Keeps what a forked child saves in a context that its parent has entered."""
+        """In a forked child, keeps tensors saved in a context that its parent had entered."""
 
 
 class Handle(Protocol):
@@ -113,7 +113,7 @@ thread = _Thread()
 
 
 class _Process:
-    """The counts of all threads, what makes an ``Offload`` for the whole process, and what a fork does to contexts."""
+    """The counts of all threads, the constructor of ``Offload``, and the handling of contexts at a fork."""
 
     make_owner: Callable[[OffloadConfig], Owner]
     """Set by the module of ``Offload``, which is above this one."""
@@ -306,7 +306,7 @@ class Patches:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Has the patches on in a ``with``."""
+        """Keeps the patches on in a ``with``."""
         user = set[object]()  # any new object that can be referred to weakly
         self.begin(user)
         try:
@@ -366,7 +366,7 @@ class AutogradCounts(NamedTuple):
 
 @dataclass
 class Forward:
-    """A forward: from where a thread enters an ``Offload`` until it is in no context of it any more."""
+    """A forward: from the moment that a thread enters an ``Offload`` until it has left all of its contexts."""
 
     before: AutogradCounts
     """The counts of the thread at the beginning."""
@@ -439,7 +439,7 @@ class Context:
         self._is_on = False
 
     def give_up(self) -> None:
-        """Undoes whatever an error or an interrupt has left of the context."""
+        """Removes the hooks and patches that an error or an interrupt left behind."""
         patches.end(self)
         if self in thread.contexts:
             thread.contexts.remove(self)

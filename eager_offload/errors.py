@@ -22,7 +22,7 @@ _INNER = {"eager_offload", "torch", "contextlib", "functools", "threading"}
 #: The warning of a forked process that computes gradients while its parent offloads.
 FORKED = (
     "this process was forked {where}: it trains without offload there, with the same gradients. To offload in a "
-    "process, do that in the process itself"
+    "process, enter the Offload or prepare the model in that process"
 )
 #: Warnings to give later, at the user's next line: see ``warn``.
 _deferred: deque[str] = deque()
@@ -160,18 +160,17 @@ def captured(what: str) -> CaptureStateError:
     """Returns the error for a call that cannot be captured; ``what`` is the beginning of the sentence."""
     return CaptureStateError(
         f"{what} while the current stream of the accelerator is being captured into a graph. A replay does not repeat "
-        "what the host does for a transfer, and its events would invalidate the capture. Leave the capture out of "
-        "`with offload:`, or `with offload:` out of the capture"
+        "the work of the host for a transfer, and its events would invalidate the capture. Keep the capture outside of "
+        "`with offload:`, or `with offload:` outside of the capture"
     )
 
 
 def reentered() -> OffloadError:
     """Returns the error for a call that interrupts another call of the library on the same thread."""
     return OffloadError(
-        "this was called in the midst of a call of eager_offload on the same thread, where nothing can be begun: by a "
-        "signal handler, a __del__, a callback of the garbage collector or a warnings.showwarning of yours. Nothing "
-        "was done. Have it only note what is to be done, and do that when the call in whose midst it ran is over; "
-        "stats() may be called"
+        "this was called while another call of eager_offload runs on the same thread: by a signal handler, a __del__, "
+        "a callback of the garbage collector or your own warnings.showwarning. Nothing was done. Let the handler only "
+        "set a flag, and call this after the interrupted call has returned; stats() may be called"
     )
 
 

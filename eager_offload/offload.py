@@ -1,4 +1,4 @@
-"""``Offload``, the object that a user holds."""
+"""``Offload``: the context manager of the public API."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ _Added: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 class Offload:
     """Moves saved tensors off the device, and reloads each just before backward needs it.
 
-    A context manager around forward; backward may run inside or outside. It may be entered again and again, nested, for
-    several forwards before any backward, and in several threads. Outputs and gradients are bit-equal to those without
+    A context manager around forward; backward may run inside or outside. It may be entered repeatedly, nested, for
+    several forwards before any backward, and in several threads. Outputs and gradients are bit-equal to a run without
     it.
 
         offload = Offload(min_bytes="4MiB")
@@ -73,24 +73,24 @@ class Offload:
         loss.backward()
         print(offload.stats())
 
-    A copy, a deep copy or a pickle of it, or of a module that holds one, is a new object of the same configuration. It
-    is in no ``with``, and has its own counters and its own tiers, which it opens when it first moves something. A copy
-    has the same ``runtime`` and ``around_tier``; a pickle keeps ``around_tier``, and is refused with a ``runtime``.
-    Attributes that a subclass or a user has added are copied as of any object; ``__init__`` does not run.
+    A copy, a deep copy or a pickle of an ``Offload``, or of a module that holds one, is a new object with the same
+    configuration. It is not entered, and has its own counters and its own tiers, which open when it first moves bytes.
+    A copy has the same ``runtime`` and ``around_tier``; a pickle keeps ``around_tier``, and raises if there is a
+    ``runtime``. Attributes added by a subclass or a user are copied as usual; ``__init__`` does not run.
 
     Args:
         config: an :class:`OffloadConfig`, which no environment variable completes; or a mapping of its fields, as from
             a file. Fields that neither this nor ``fields`` give come from the ``EAGER_OFFLOAD_<FIELD>`` variables, else
             from the defaults. ``EAGER_OFFLOAD=0`` makes the context do nothing, ``=1`` overrides ``enabled=False``.
-        plan: a plan of :func:`eager_offload.plan`, whose windows and budget hold beside the settings given here; on a
-            CPU the part that moves holds in place of the budget. A copy of this object has no plan.
-        runtime: moves the bytes of CPU tensors in place of the CPU's own runtime, for tests.
+        plan: a plan of :func:`eager_offload.plan`, whose windows and budget are added to the settings given here; on a
+            CPU its fraction of the bytes to move replaces the budget. A copy of this object has no plan.
+        runtime: for tests: moves the bytes of CPU tensors in place of the CPU's own runtime.
         around_tier: wraps each tier that is opened. For tests.
         **fields: fields of :class:`OffloadConfig`, which override those of ``config``.
 
     Raises:
-        ConfigError: a field that does not exist, a value that is not accepted, or a ``disk_path`` that cannot serve;
-            where tensors go to disk and no ``disk_path`` is given, that no directory can.
+        ConfigError: a field that does not exist, a value that is not accepted, or a ``disk_path`` that cannot hold the
+            spill file; without a ``disk_path``, if tensors go to disk and no directory can hold it.
     """
 
     _hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]]
@@ -148,10 +148,9 @@ class Offload:
         _alive.add(self)
 
     def follow(self, plan: PlanSettings, config: OffloadConfig) -> None:
-        """Goes on as ``Offload(config, plan=plan)``, outside of every ``with``; the budget of ``config`` is the plan's.
+        """Continues as ``Offload(config, plan=plan)``. Call it outside of every ``with``; the plan replaces the budget.
 
-        Counters go on, and modules that ``skip`` names stay those that they are, also where the plan knows them by
-        other names.
+        Counters continue. Modules already found for ``skip`` stay the same, even if the plan has other names for them.
         """
         matched, offloaders = self._matched.copy(), self._offloaders
         self.close()
@@ -223,7 +222,7 @@ class Offload:
     # -- around forward -------------------------------------------------------------------------------------------
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Raises ``TypeError`` for what one may try after ``DistributedDataParallel(model)``."""
+        """Raises ``TypeError`` if called like a wrapper (e.g. as ``DistributedDataParallel(model)`` is)."""
         raise TypeError(f"this Offload was called: {TAKES_NO_MODEL}")
 
     def __enter__(self) -> Self:
@@ -268,7 +267,7 @@ class Offload:
         if not self.config.enabled:
             return
         entered = contexts.thread.contexts
-        # No call before `try`, where interrupts are handled: contexts that nest are the rule.
+        # Contexts usually nest: then no call precedes the `try`, which handles interrupts.
         context = entered[-1] if entered and entered[-1].owner is self else contexts.entered(self)
         if error is not None:
             watch.note(error)
@@ -317,7 +316,7 @@ class Offload:
 
     @contextmanager
     def rest_of_step(self) -> Iterator[None]:
-        """Has what a backward saves belong to the step whose forward the calling thread has left. Begins no step."""
+        """Adds tensors saved in a backward to the step whose forward the thread has left, instead of a new step."""
         if not self.config.enabled or contexts.entered(self) is not None or self._is_reentered():
             yield
             return
@@ -332,7 +331,7 @@ class Offload:
             context.give_up()
 
     def hold(self, tensor: Tensor) -> HeldTensor:
-        """Takes a tensor of the caller's own, which leaves as a saved one does, and returns what brings it back.
+        """Offloads a tensor of the caller's as if autograd had saved it, and returns a handle to restore it.
 
             class Chunked(torch.autograd.Function):
                 @staticmethod
@@ -344,9 +343,9 @@ class Offload:
                 def backward(ctx, grad):
                     logits = ctx.held.restore()
 
-        For autograd functions, checkpoints and engines that keep tensors beside autograd. All of the settings hold:
-        what is small, a parameter or kept alive by someone else stays, and counts so in the stats. It may be called in
-        a ``with`` of this object or outside of any. The tensor must be whole: queued on the current stream at least.
+        For autograd functions, checkpoints and engines that keep tensors outside of autograd. All settings apply: small
+        tensors, parameters and tensors that others keep alive stay, and the stats count them as kept. It may be called
+        inside or outside of a ``with``. Kernels that write the tensor must be queued on the current stream already.
 
         Args:
             tensor: of any shape, type and device; it keeps its memory (no ``resize_``) until its copy is over. In
@@ -377,10 +376,10 @@ class Offload:
 
             torch_remat.checkpoint(saved_tensors_hooks=offload.saved_tensors_hooks())(block)(x)
 
-        It packs for this object in any thread, in a ``with`` of it or outside; there the last saves wait for further
-        ones before they leave. Compilers leave it to autograd to call it. With ``enabled=False`` everything stays.
-        ``torch_remat`` tells such a pair, and not a ``with``, which tensors are inputs of checkpoints: those leave
-        first where a ``device_budget`` lets some stay.
+        The hooks pack for this object in any thread, inside or outside of a ``with``; outside, the last saves leave
+        only after further saves. Compilers leave the hooks to autograd. With ``enabled=False`` everything stays.
+        ``torch_remat`` tells such a pair, but not a ``with``, which tensors are inputs of checkpoints: these leave
+        first if a ``device_budget`` lets others stay.
         """
         if not self.config.enabled:
             return stays, contexts.unpack
@@ -410,14 +409,13 @@ class Offload:
     def skip_in(self, model: torch.nn.Module) -> None:
         """Finds the modules of ``model`` that the patterns of ``skip`` and ``only`` name.
 
-        From now on, tensors saved in calls of the modules of ``skip``, and where ``only`` is given outside of calls of
-        its modules, stay with the reason ``region``. :meth:`close` restores
-        the modules. The integrations and :meth:`compile` call this method themselves. A second call for the same model
-        changes nothing.
+        From now on, tensors stay with the reason ``region`` if they are saved in calls of modules that ``skip`` names,
+        or, with ``only``, outside of calls of modules that ``only`` names. :meth:`close` restores the modules. The
+        integrations and :meth:`compile` call this method themselves. A second call for the same model changes nothing.
 
-        A deep copy that is made after that of the model, in one ``copy.deepcopy`` (of a module that holds both, say),
-        acts on the copied modules; ``copy.copy`` acts on the same ones. Any other copy, and every pickle, needs a call
-        of its own. The model and its copies have nothing of this library in what is pickled.
+        If one ``copy.deepcopy`` copies the model and then this object (e.g. a module that holds both), the copy acts on
+        the copied modules; ``copy.copy`` acts on the same modules. Any other copy, and every pickle, needs its own
+        call. Pickles of the model and of its copies do not refer to this library.
 
         A pattern matches calls ``module(x)``: ``module.forward(x)`` and other methods are not seen. One warning names
         the patterns of which no module was called in three forwards, in a process that has compiled nothing.
@@ -429,15 +427,15 @@ class Offload:
             self._matched.add(model, patterns)
 
     def expect_no_use(self) -> None:
-        """Suppresses the warning that nothing of this object was used: another object decides whether it is."""
+        """Suppresses the warning that this object was not used, because its caller checks that itself."""
         self._no_effect.is_used()
 
     def expect_to_be_hidden(self, message: str | None = None) -> None:
-        """Warns once with ``message``, if any, in place of all that shows of other hooks inside of this context."""
+        """Replaces every warning of other hooks inside of this context by one with ``message``, or by none."""
         self._no_effect.is_hidden(message)
 
     def skip_in_one_of(self, model: torch.nn.Module) -> None:
-        """Does what :meth:`skip_in` does for one of several models, where each pattern has to match in one of them."""
+        """Does the same as :meth:`skip_in` for one of several models; each pattern must match in at least one."""
         if self.config.enabled and (patterns := self.config.patterns):
             self._matched.add_one_of_several(model, patterns)
 
@@ -446,7 +444,7 @@ class Offload:
         return self._matched.unmatched(self.config.patterns)
 
     def check_capture(self) -> None:
-        """Raises ``CaptureStateError`` if the calling thread is in a ``with`` of this object, or that is traced."""
+        """Raises ``CaptureStateError`` if the calling thread is in a ``with`` of this object, or a trace runs."""
         if contexts.entered(self) is not None:
             raise CaptureStateError("a step was captured inside of a `with` of its Offload: capture_step enters that")
         if self._offloaders.transfer_log.on_entry is not None:
@@ -466,12 +464,12 @@ class Offload:
             thread.captured = None
 
     def tiers_of(self, device: torch.device) -> Sequence[Tier]:
-        """Returns the tiers for tensors saved on ``device``; empty where they stay."""
+        """Returns the tiers for tensors saved on ``device``; empty if these stay."""
         offloader = self._offloaders.of(device)
         return () if isinstance(offloader, KeepReason) else offloader.tiers
 
     def controller_of(self, device: torch.device) -> Controller | None:
-        """Returns the controller of what moves on ``device``; ``None`` if no setting asks for one."""
+        """Returns the controller of the fraction moved on ``device``; ``None`` if no setting needs one."""
         saves = self._hooks.saved_tensors(device)
         return None if isinstance(saves, KeepReason) else saves.tables.controller
 
@@ -558,7 +556,7 @@ class Offload:
         leaves out transfers that ended since the last save or unpack, and waits for none.
 
         Args:
-            synchronize: waits until all transfers are over, so that every figure is final, and warns of what failed.
+            synchronize: waits until all transfers are over, so that every figure is final, and warns of failures.
         """
         if self._is_reentered() or self._offloaders.is_capturing():
             return self._accounts.counters.snapshot(self.config)
@@ -575,7 +573,7 @@ class Offload:
         return found
 
     def step_table(self, device: torch.device | str | None = None) -> StepTable | None:
-        """Returns the table of the last step that was looked up, as that step has left it; ``None`` if none was.
+        """Returns the step table that the last step followed, in its current state; ``None`` if none was followed.
 
         ``print`` shows the table.
 
@@ -585,7 +583,7 @@ class Offload:
         return self._hooks.last_table(None if device is None else torch.device(device))
 
     def reset_stats(self) -> None:
-        """Sets every counter to zero. Tensors saved before are not counted any more.
+        """Sets every counter to zero. Tensors saved before are no longer counted.
 
         Raises:
             OffloadError: a signal handler or the like calls it during a call of the library.
@@ -636,7 +634,7 @@ class Offload:
 
         Raises:
             ConfigError: ``nbytes`` is not a size, or ``tier="disk"`` is set, which uses no host memory.
-            CapacityError: ``host_budget`` or the machine has no room for so much. Memory that could be had stays.
+            CapacityError: ``host_budget`` or the machine has less room. Memory that was reserved stays.
             OffloadError: the current stream is being captured into a graph, or a signal handler or the like calls it
                 during a call of the library.
         """
@@ -652,10 +650,10 @@ class Offload:
         tell()
 
     def close(self) -> None:
-        """Waits for all transfers, then gives back the memory and the files of every tier. Idempotent.
+        """Waits for all transfers, then frees the memory and the files of every tier. Idempotent.
 
         Live graphs keep the slots that they need. The object may be used again, which opens its tiers again. An object
-        that is not closed gives everything back when it is garbage collected, and at the end of the process.
+        that is not closed frees everything when it is garbage collected, and at the end of the process.
 
         Raises:
             OffloadError: a signal handler or the like calls it during a call of the library.
@@ -697,7 +695,7 @@ class Offload:
         return offloader
 
     def leave_to_parent(self) -> None:
-        """Keeps what a forked child saves in the `with` of this object that its parent has entered."""
+        """In a forked child, keeps tensors saved in the ``with`` that its parent had entered."""
 
         inherited, replaced = contexts.entered(self), self.pack
         assert inherited is not None
@@ -776,14 +774,14 @@ def _made(config: OffloadConfig) -> Offload:
 
 
 def _note_step_peaks() -> None:
-    """Has each live object note how much memory the step took whose backward is over."""
+    """Makes each live object record the memory peak of the step whose backward has ended."""
     for offload in _alive:
         if not offload._is_reentered() and not offload._offloaders.is_capturing():
             offload._offloaders.note_step_peak()
 
 
 def _prepare_all() -> None:
-    """Prepares every object that was entered before the compiler was loaded: code is about to be compiled."""
+    """Prepares every object that was entered before the compiler was loaded. Called as the first code is compiled."""
     _first_compile.take_off()
     for offload in _unprepared:
         _unprepared.discard(offload)
@@ -791,7 +789,7 @@ def _prepare_all() -> None:
             offload._prepare_for_compiled_code()
 
 
-#: The objects that were entered before anything had loaded the compiler.
+#: Objects that were entered before the compiler was loaded.
 _unprepared: Living[Offload] = Living()
 _first_compile = on_first_compile(_prepare_all)
 contexts.process.make_owner = _made

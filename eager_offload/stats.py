@@ -32,7 +32,7 @@ class KeepReason(StrEnum):
     ALIVE = "alive"
     BUDGET = "budget"
     FAILED = "failed"
-    """Its copy failed, or there was no memory on its device to gather its elements in before they leave."""
+    """Its copy failed, or the device had no memory to gather its elements before the copy."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class PlanOutcome:
     """The most memory that the device's allocator had handed out in a step; ``None`` on a CPU, and if it had handed out
     more before."""
     step_seconds: float | None = None
-    """The median of the last steps, by the clock of the device: from the entry of the ``with`` until backward asks for
-    the last tensor. ``None`` before the first step is over, and on a device that does not tell the time."""
+    """The median of the last steps, by the clock of the device: from the entry of the ``with`` until backward unpacks
+    the last tensor. ``None`` before the first step is over, and on a device without timing events."""
 
     def __str__(self) -> str:
         peak = "" if self.peak_bytes is None else f", measured {size_text(self.peak_bytes)}"
@@ -69,7 +69,7 @@ class Relief(NamedTuple):
 
 
 class PlanPredictions(Protocol):
-    """What the plan that the user gave predicts."""
+    """The predictions of the user's plan."""
 
     policy: str
     """``"least"``, ``"free"`` or ``"max"``."""
@@ -121,11 +121,11 @@ class OffloadStats:
     reloaded_bytes: int = 0
     """Offloaded bytes that were brought back."""
     forwarded_bytes: int = 0
-    """Offloaded bytes that backward asked for while they were still resident."""
+    """Offloaded bytes that backward unpacked while they were still resident."""
     released_bytes: int = 0
-    """Offloaded bytes that no backward asked for."""
+    """Offloaded bytes that no backward unpacked."""
     failed_bytes: int = 0
-    """Offloaded bytes of forwards that an exception has ended, so that no backward came for them."""
+    """Offloaded bytes of forwards that an exception ended, so that no backward followed."""
     bytes_out: int = 0
     """Bytes that left the device: a storage once, whatever its views."""
     bytes_in: int = 0
@@ -152,14 +152,13 @@ class OffloadStats:
     resident_bytes_peak: int = 0
     """Most bytes that the library held on the device at one time: newest, on their way out, brought back early."""
     device_bytes_peak: int = 0
-    """Most bytes of saved tensors on the device at one time: of their storages, each once and whole, until it is freed,
-    be it that the program holds it too, and of what was brought back. Parameters, which are there anyway, and storages
-    below ``min_bytes`` are left out. This and ``without_offload_bytes_peak`` are of the steps from the first one on
-    that was looked up in a step table; before there is one, from the second step on, since a first step, of which
-    nothing is known, has large windows."""
+    """Most bytes of saved tensors on the device at one time. Each storage counts whole and once until it is freed, even
+    if the program holds it too; reloaded copies count as well. Parameters, which are there anyway, and storages below
+    ``min_bytes`` are left out. This and ``without_offload_bytes_peak`` cover the steps from the first one that followed
+    a step table; without such a step, all steps but the first, which has large windows."""
     without_offload_bytes_peak: int = 0
-    """Most bytes of the storages of saved tensors, each once, that would have been there at one time without
-    offload."""
+    """Most bytes that saved tensors would have taken on the device at one time without offload; each storage counts
+    once."""
     host_bytes_peak: int = 0
     """Most bytes of this ``Offload`` in host memory at one time."""
     disk_bytes_peak: int = 0
@@ -175,7 +174,7 @@ class OffloadStats:
     """Other saved-tensor hooks that were entered inside this context and hide saves from it. Not counted: hooks that
     hand their tensors on to those of the context, and hooks of a checkpoint."""
     table_forwards: int = 0
-    """Forwards that were looked up in a step table from their first save on."""
+    """Forwards that followed a step table from their first save on."""
     table_misses: dict[str, int] = field(default_factory=dict)
     """How many of them went on as unknown steps, by the difference from all tables: ``size``, ``share``,
     ``requires_grad``, ``more`` or ``fewer`` saves, or the ``order`` of backward."""
@@ -185,7 +184,7 @@ class OffloadStats:
     """Bytes of the device that training may take, worked out from the setting ``device_budget``; 0 without a bound.
     This and ``keep_last_bytes`` are of the device that was used last."""
     device_memory_peak: int = 0
-    """Most bytes of the device in use, by whatever, as seen under such a budget."""
+    """Most bytes of the device in use, whatever allocated them, as measured under such a budget."""
     max_inflight_bytes: int = 0
     """The in-flight window in force, given or ``"auto"``; 0 before the first save. This and ``prefetch_bytes`` are of
     the device, or the compiled graph, that was used last."""
@@ -194,8 +193,8 @@ class OffloadStats:
     keep_last_bytes: int = 0
     """Bytes of the last known step that stayed because of ``device_budget`` or ``policy="free"``."""
     slowdown: float = 0.0
-    """The share of a step without offload for which compute waited for transfers, by the device's own clock, in the
-    last step since ``policy="free"`` has decided what moves."""
+    """The time that compute waited for transfers in the last step in which ``policy="free"`` had decided, by the
+    device's own clock, divided by the time of a step without offload."""
     compiled_regions: int = 0
     """Runs of forward graphs of compiled code that move something."""
     compiled_graphs: int = 0
@@ -205,9 +204,9 @@ class OffloadStats:
     releases_freed_memory: bool = False
     """Whether CPU tensors moved in a process in which an ``Offload`` has freed memory go back to the system."""
     step_memory_peak: int | None = field(default=None, compare=False)
-    """Most bytes in use in the last step, measured when its backward was over, whatever uses them: on a CPU resident
-    memory of the process, read after each copy; on an accelerator the highest peak that its allocator remembers.
-    ``None`` where nothing moved or the device does not tell."""
+    """Most bytes in use in the last step, whatever allocated them, measured when its backward was over: on a CPU
+    resident memory of the process, read after each copy; on an accelerator the highest peak that its allocator
+    remembers. ``None`` if nothing moved or the device does not report it."""
     copies_within_host: bool = False
     """Whether CPU tensors went to a tier in host memory, which is the device itself: that frees nothing."""
     failed_forwards: int = 0
@@ -275,12 +274,12 @@ _MOST_DROPPED = 256
 
 
 class LiveStorage(FinalizerRecord[torch.UntypedStorage]):
-    """A weak reference to a storage of which handles hold views, or did when they were made."""
+    """A weak reference to a storage whose views handles hold, or held when they were made."""
 
     __slots__ = ("handles", "key", "nbytes")
     key: int
     nbytes: int
-    #: How many handles stand for tensors of it, be it that they have moved.
+    #: The number of handles for tensors of the storage, moved or not.
     handles: int
 
 
@@ -312,10 +311,10 @@ class LiveBytes:
         self._on_storage_death, self._on_death = self._gone.append, self._finalized.append
 
     def add(self, storage: torch.UntypedStorage) -> LiveStorage:
-        """Counts ``storage``, of which a new handle stands for a tensor. It is in ``dropped`` once that has died."""
+        """Counts ``storage`` for a new handle. Its reference is in ``dropped`` once that handle has died."""
         key = storage_key(storage)
         found = self._storages.get(key)
-        # A key may be that of another one, which has died; and what has died is not to add up.
+        # Poll: the key may belong to a dead storage, and the references to dead ones must not pile up.
         if (found is not None and self._gone) or len(self.dropped) > _MOST_DROPPED:
             self.poll()
             found = self._storages.get(key)
@@ -384,13 +383,13 @@ class _KeptRecord(FinalizerRecord[object]):
 
 
 class Stage(IntEnum):
-    """What is known of a step as it begins."""
+    """How much is known of a step as it begins."""
 
     NONE = 0
     FIRST = 1
     """Nothing: its windows are large."""
     SIZED = 2
-    """What the step before it has saved, by which windows are sized."""
+    """The bytes saved by the step before it, which size the windows."""
     KNOWN = 3
     """Its table."""
 
@@ -473,7 +472,7 @@ class Counters:
         self.shared_bytes += nbytes
 
     def reach(self, stage: Stage) -> None:
-        """A step begins of which as much is known as ``stage`` says: more than before, so that the peaks start anew."""
+        """Begins a step at ``stage``. If more is known of it than of earlier steps, the peaks start again."""
         if stage > self.stage:
             self.stage = stage
             self.live.poll()
@@ -490,7 +489,8 @@ class Counters:
     def note_resident(self, resident_bytes: int) -> None:
         """Updates the peaks; the library now holds ``resident_bytes`` bytes on the device, more than before.
 
-        Views of one storage count there with all that each spans, and together they hold at most what is there.
+        ``resident_bytes`` counts each view with the whole range that it spans; views of one storage overlap, so their
+        sum may exceed the bytes that are there.
         """
         self.note_live()
         self.resident_bytes_peak = max(self.resident_bytes_peak, min(resident_bytes, self.live.on_device))

@@ -217,7 +217,10 @@ def test_kinds_of_steps_that_take_turns_are_learnt_each(count: int, offloads: Ma
 def test_a_device_that_does_not_tell_is_an_error() -> None:
     x = torch.ones(64, requires_grad=True)
     offload = eo.Offload(device_budget="1GiB", tier="host", min_bytes=0, runtime=SimulatedRuntime())
-    with pytest.raises(eo.ConfigError, match=r"does not tell how much of its memory is used.*keep_last_bytes"), offload:
+    with (
+        pytest.raises(eo.ConfigError, match=r"does not report how much of its memory is used.*keep_last_bytes"),
+        offload,
+    ):
         x.exp()
 
 

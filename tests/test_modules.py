@@ -421,7 +421,7 @@ def test_h77_a_prepared_model_that_compiled_code_calls_offloads_or_says_why_not(
         assert offload.stats(synchronize=True).bytes_out > 0
         torch.compiler.reset()
         whole = torch.compile(model, backend="aot_eager", fullgraph=True)
-        with pytest.raises(Exception, match="eager_offload offloads around the calls of this module"):
+        with pytest.raises(Exception, match="eager_offload enters its context around calls of this module"):
             whole(x)
         assert torch.equal(whole.eval()(x), model(x))
     torch.compiler.reset()

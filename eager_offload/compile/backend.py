@@ -37,8 +37,8 @@ def eager_offload(
     """
     if mode is not None:
         raise ConfigError(
-            f'mode={mode!r} is not accepted by backend="eager_offload": pass what it stands for as options '
-            f"(torch._inductor.list_mode_options({mode!r}) lists it), or leave the backend out and call the compiled "
+            f'mode={mode!r} is not accepted by backend="eager_offload": pass the options that it stands for '
+            f"(torch._inductor.list_mode_options({mode!r}) lists them), or leave the backend out and call the compiled "
             "model inside of `with offload:`"
         )
     given = dict(options or {})

@@ -365,7 +365,7 @@ def _offload_between(forward: GraphModule, backward: GraphModule, num_outputs: i
     text = configuration_on_top() if _thread.text is None else _thread.text
     if text is None:
         return False
-    leave_out_of_precompile("eager_offload moves what this graph saves, for one configuration")
+    leave_out_of_precompile("eager_offload moves tensors that this graph saves, for one configuration")
     config_key, fraction = read_text(text)
     config = OffloadConfig.from_text(config_key)
     try:

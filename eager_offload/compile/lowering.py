@@ -93,7 +93,7 @@ def _warn_of_cuda_graphs() -> None:
     warn_once(
         "cuda_graphs",
         'a compiled graph in which saved tensors move runs without CUDA graphs, although mode="reduce-overhead" or '
-        "triton.cudagraphs asks for them: a replay repeats kernels, and not what the host does for a transfer. Graphs "
+        "triton.cudagraphs asks for them: a replay repeats kernels, but not the host's part of a transfer. Graphs "
         "without transfers keep them. To replay a step with its transfers, capture all of it: "
         "eager_offload.graphs.capture_step",
     )

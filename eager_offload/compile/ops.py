@@ -92,8 +92,8 @@ for _operation in OPERATIONS:
 _OWNED = "_eager_offload"
 _CAPTURED = "compiled code that offloads was called"
 _OUT_OF_ROOM = (
-    "compiled code cannot keep them where they are, so copies take plain host memory, or memory of the device where "
-    "there is none. Raise host_budget or disk_budget, or compile with a larger min_bytes"
+    "compiled code cannot keep them on the device, so copies take plain host memory, or memory of the device if there "
+    "is none. Raise host_budget or disk_budget, or compile with a larger min_bytes"
 )
 
 
@@ -204,9 +204,9 @@ def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
     if inside.keeps:
         accounts.fall_back(
             "region",
-            "compiled code moves what it saves although it is called in a no_offload() region, which changes nothing "
-            "of it: its graphs are made beforehand. Begin the region inside of what is compiled (for a pattern, "
-            "compile the module that it names, or one around it), or call it outside of `with offload:`",
+            "compiled code moves the tensors that it saves although it is called in a no_offload() region: its graphs "
+            "were made before. Begin the region inside of the compiled code (for a pattern, compile the module that it "
+            "names, or one around it), or call the code outside of `with offload:`",
         )
     return counters.kept_by_graph(region)
 
@@ -407,9 +407,8 @@ def _owned_by(tensor: Tensor) -> object:
 def _refuse_autograd(operation: OpOverload, given: Tensor) -> None:
     if given.requires_grad and torch.is_grad_enabled():
         raise OffloadError(
-            f"{operation} is part of a graph that autograd has left behind and has no gradient, but its input requires "
-            "grad: call it under torch.no_grad(), or have `with offload:` around the forward move what is saved for "
-            "backward"
+            f"{operation} has no gradient, but its input requires grad: call it under torch.no_grad(), or let "
+            "`with offload:` around the forward move the tensors that are saved for backward"
         )
 
 

@@ -198,9 +198,8 @@ class Readings:
         """
         if self._is_free and not self.tells_time:
             raise ConfigError(
-                f'policy="free" is not accepted for {self._device}, whose events do not tell the time, so that how '
-                "long it waits for transfers is not known: leave it out, and say with keep_last_bytes or "
-                "device_budget what stays"
+                f'policy="free" is not accepted for {self._device}: its events do not tell the time, so waits for '
+                "transfers cannot be measured. Leave policy out, and set keep_last_bytes or device_budget instead"
             )
         one, closed = self._open, None
         memory = self._runtime.memory(self._device) if self._is_planned else self._memory()
@@ -302,8 +301,8 @@ class Readings:
         memory = self._runtime.memory(self._device)
         if memory is None:
             raise ConfigError(
-                f"device_budget={self._given or repr(given)} is not accepted for {self._device}, which does not tell "
-                "how much of its memory is used: leave it out, and bound what is on the device with keep_last_bytes, "
+                f"device_budget={self._given or repr(given)} is not accepted for {self._device}, which does not report "
+                "how much of its memory is used: leave it out, and bound the bytes on the device with keep_last_bytes, "
                 "max_inflight_bytes and prefetch_bytes"
             )
         if isinstance(given, int):

@@ -254,7 +254,7 @@ class Offloaders:
             memory = runtime.memory(device)
             return None if memory is None else memory.used
 
-        self._config.check_unit_of_budget(used, f"what is on {device} already")
+        self._config.check_unit_of_budget(used, f"the memory in use on {device}")
         windows = self._config.windows(partial(runtime.total_memory, device))
         tiers = self._open_tiers(runtime)
         offloader = self._offloaders[device] = DeviceOffloader(

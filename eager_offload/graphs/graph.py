@@ -309,8 +309,8 @@ def check_autocast(device_type: str) -> None:
     """
     if torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled():
         raise CaptureStateError(
-            f"a capture was begun inside of torch.autocast({device_type!r}), which keeps casts of parameters that a "
-            "graph cannot rely on: enter autocast inside of what is captured, or with cache_enabled=False"
+            f"a capture was begun inside of torch.autocast({device_type!r}), which caches casts of parameters that a "
+            "graph cannot rely on: enter autocast inside of the captured code, or with cache_enabled=False"
         )
 
 

@@ -79,7 +79,7 @@ def check_outside(what: str, stream: torch.Stream | None = None) -> None:
     """Raises ``CaptureStateError`` if the current stream, or ``stream``, is being captured."""
     if any(capture_status(one) is not CaptureStatus.NONE for one in {None, stream}):
         raise CaptureStateError(
-            f"{what} in a capture: each replay would do it again, with what it is given now. Do it before the capture, "
+            f"{what} in a capture: each replay would do it again with the arguments of now. Do it before the capture, "
             "and between replays"
         )
 
@@ -177,9 +177,9 @@ class CapturePool:
             if start + nbytes > self._host_bytes:
                 kind = CapacityError if capture_status() is CaptureStatus.NONE else HostAllocationUnderCaptureError
                 raise kind(
-                    f"{nbytes:,} bytes of pinned memory were asked for, and the pool has "
+                    f"{nbytes:,} bytes of pinned memory were requested, but the pool has "
                     f"{max(self._host_bytes - start, 0):,} left of its {self._host_bytes:,}: make it with "
-                    "CapturePool(host_bytes=...) of what all captures need together"
+                    "CapturePool(host_bytes=...), the sum of all captures"
                 )
             if self._slab is None:
                 self._slab = runtime.host_buffer(self._host_bytes)

@@ -311,7 +311,7 @@ def capture_step(
     if shared is not None:
         shared.check_open("a step was captured")
     if capture_status() is not CaptureStatus.NONE:
-        raise CaptureStateError("a step was captured inside of a capture: what would a replay of it begin?")
+        raise CaptureStateError("a step was captured inside of a capture, but captures do not nest: end that one first")
     check_autocast(runtime.device_type)
     stream, static = capture_stream(), StaticInputs(tuple(inputs))
     if offload is not None and not offload.config.enabled:
@@ -358,7 +358,7 @@ def _check_arguments(inputs: Sequence[Any], offload: Offload | None, scalars: Se
         raise CaptureInputError(f"offload is an eager_offload.Offload, and was given as {offload!r}")
     least = 0 if offload is None or not offload.config.enabled else 1
     if not isinstance(cast(object, warmup), int) or warmup < least:
-        why = ", since the capture does what the last warm-up did" if least else ""
+        why = ", because the capture repeats the last warm-up" if least else ""
         raise CaptureInputError(f"warmup={warmup!r} is not accepted: it is a number from {least} on{why}")
     if offload is None:
         return
@@ -366,7 +366,7 @@ def _check_arguments(inputs: Sequence[Any], offload: Offload | None, scalars: Se
     if config.enabled and (config.tier == "disk" or config.disk_path is not None):
         raise CaptureStateError(
             f"an Offload with tier={config.tier!r} and disk_path={config.disk_path!r} cannot be captured: the host "
-            "carries out what a disk does, and a replay has no host. Give one with tier='host' and no disk_path"
+            "reads and writes the disk, and does not run in a replay. Give one with tier='host' and no disk_path"
         )
     if config.enabled and config.pin_memory is False:
         raise CaptureStateError(

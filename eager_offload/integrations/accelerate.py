@@ -131,9 +131,8 @@ class OffloadPlugin:
         innermost, prepared = _innermost(model), getattr(accelerator, "_models", None)  # private: 1.10 to 1.15
         if isinstance(prepared, list) and not any(_innermost(one) is innermost for one in prepared):
             raise ConfigError(
-                f"model={kind} is not accepted: it has not been through accelerator.prepare, which may put "
-                "another module in its place. Call that first, then plugin.prepare(accelerator, model) on what it "
-                "returned"
+                f"model={kind} is not accepted: accelerator.prepare has not returned it. Call that first, and then "
+                "plugin.prepare(accelerator, model) with the module that it returned"
             )
         # Two plugins on one model would nest, and only the inner one would offload.
         holder, calls = _prepared.get(innermost, (lambda: None, None))

@@ -84,8 +84,8 @@ def is_training(module: nn.Module) -> bool:
 
 
 _NOT_TRACED = (
-    "eager_offload offloads around the calls of this module, and what it does there is no part of a graph. Call "
-    "module.compile(...) on it, which may have fullgraph=True; or torch.compile without fullgraph"
+    "eager_offload enters its context around calls of this module, which a graph cannot contain. Use "
+    "module.compile(...), which may have fullgraph=True, or torch.compile without fullgraph"
 )
 
 
@@ -118,9 +118,9 @@ class OffloadedCalls:
     ) -> None:
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise ConfigError(
-                "model=DataParallel is not accepted: it runs forward in threads of its own, where nothing can be "
-                "offloaded. Start one process for each device (`torchrun`, `accelerate launch`), or show the process "
-                "one device alone (CUDA_VISIBLE_DEVICES)"
+                "model=DataParallel is not accepted: it runs forward in its own threads, in which nothing can be "
+                "offloaded. Start one process per device (`torchrun`, `accelerate launch`), or show the process only "
+                "one device (CUDA_VISIBLE_DEVICES)"
             )
         self._module = called = weakref.ref(module)  # `module` holds `around`, which must not hold `module`
         self._offload, self._instead, self._first = offload, instead, first
@@ -204,8 +204,8 @@ class OffloadedCalls:
             )
         if self._is_in_eval_mode:
             return (
-                f"this {kind.__name__} is trained in eval mode, where nothing offloads: call train() on it, and eval() "
-                "on the modules inside that are to stay as they are, such as BatchNorm"
+                f"this {kind.__name__} is trained in eval mode, in which nothing offloads: call train() on it, and "
+                "eval() on modules inside that need eval mode, such as BatchNorm"
             )
         if not kind.__call__.__module__.startswith("torch."):
             return f"{kind.__name__} has a __call__ of its own: let that return super().__call__(...)"
@@ -223,8 +223,8 @@ def warn_of_hiding_wrappers(model: nn.Module, instead: str) -> None:
     if names := wrapped_modules(model, "OffloadWrapper"):
         warn(
             f"offload_wrapper stands around modules of this model ({len(names)}, {names[0]!r} the first "
-            f"of them) and hides from us what is saved there. Leave it out: {instead}. What checkpointing keeps, the "
-            "inputs of what is checkpointed, we move"
+            f"of them) and hides the tensors saved there from Offload. Leave it out: {instead}. The inputs of "
+            "checkpointed modules move anyway"
         )
 
 

@@ -103,7 +103,7 @@ class FirstBatch:
             self._applied = ExitStack()
             warn(
                 "recompute=True has no effect: in the first steps no module with parameters to train was called as "
-                "module(x) before backward, so none was planned, and device_budget alone says what moves"
+                "module(x) before backward, so nothing was planned. device_budget alone decides which tensors move"
             )
 
     def is_the_model(self, module: nn.Module) -> bool:
@@ -204,9 +204,9 @@ class FirstBatch:
         names += [name for name, one in model.named_modules() if vars(one).get("gradient_checkpointing") is True]
         if names:
             raise ConfigError(
-                f"recompute=True beside checkpointing of the framework's own ({names[0] or type(model).__name__!r}) is "
-                f"not accepted, since that computes all of its blocks again: switch that off ({self._switch}), and the "
-                "plan chooses what is computed again, or leave recompute=True out"
+                f"recompute=True together with the framework's checkpointing ({names[0] or type(model).__name__!r}) is "
+                f"not accepted, because that recomputes all of its blocks. Switch it off ({self._switch}), and the "
+                "plan chooses the blocks to recompute, or leave recompute=True out"
             )
 
     def end(self) -> None:

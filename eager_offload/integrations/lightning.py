@@ -1,16 +1,16 @@
-"""For Lightning: a callback under which training steps run in ``with offload``.
+"""A callback for Lightning that runs training steps in ``with offload``.
 
     trainer = Trainer(callbacks=[OffloadCallback(min_bytes="4MiB")])
 
-[Note: The strategy's step] A Trainer calls ``strategy.training_step`` for each forward of training, and for nothing
-else: once for each batch that is accumulated and for each closure of an optimizer that wants several, under manual
-optimization with backward inside. It stands outside of the wrappers of DDP, FSDP and a compiler. Of the other places,
-hooks around a batch are left open by a loss of ``None`` or an exception, and forward hooks of the module run under
-validation as well. Under automatic optimization backward comes later, by ``strategy.backward``: a loss that runs its
-forwards again in there (GradCache) has them offloaded as a part of the same step.
+[Note: patching the strategy] The callback puts the context around ``strategy.training_step``, which a Trainer calls for
+each training forward and nothing else (each accumulated batch, each closure of the optimizer; under manual optimization
+it includes backward). It is outside of the wrappers of DDP, FSDP and compilers. The alternatives fail: batch hooks do
+not close after a loss of ``None`` or an exception, and forward hooks of the module also run in validation. Under
+automatic optimization ``strategy.backward`` follows; forwards that a loss runs again in it (e.g. GradCache) offload as
+part of the same step.
 
-[Note: Left again] Lightning calls ``teardown`` of a callback where all went well, and ``on_exception`` where not. A
-callback before this one can keep either from being called, so ``setup`` begins by putting back what is left over.
+[Note: restoring the strategy] Lightning calls ``teardown`` after success and ``on_exception`` after a failure, but an
+earlier callback can prevent either call. ``setup`` therefore first removes patches left by a previous fit.
 """
 
 from __future__ import annotations
@@ -32,55 +32,55 @@ from eager_offload.torch_private import Patch
 
 __all__ = ["OffloadCallback"]
 
-#: The packages that Lightning is installed as. Their classes are not related; ``lightning`` brings the other one along.
+#: Lightning's two packages. Their classes are unrelated, and installing ``lightning`` installs both.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _SWITCH = "gradient_checkpointing_disable() of the model, no activation_checkpointing_policy of FSDPStrategy"
 
 
 def _callback_classes() -> tuple[type, ...]:
-    """Returns ``Callback`` of every package that is installed: whichever a Trainer is from knows ours as its own."""
+    """Returns ``Callback`` of each installed package, so that a Trainer of either accepts :class:`OffloadCallback`."""
     found: list[type] = []
     failed: list[Exception] = []
     for package in _PACKAGES:
         try:
             found.append(importlib.import_module(package).Callback)
-        except Exception as error:  # one is broken; the other one may be fine
+        except Exception as error:  # a broken package; the other may import
             failed.append(error)
     if not found:
         raise missing("lightning", failed[0])
     return tuple(found)
 
 
-class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases are known when it runs
-    """Offloads what training steps of a ``Trainer`` save for backward; never in validation, test or predict.
+class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases are known at run time only
+    """Offloads tensors that training steps of a ``Trainer`` save for backward, and none in validation, test or predict.
 
-    For ``lightning.pytorch`` and for ``pytorch_lightning``, every strategy, automatic and manual optimization. The
-    figures of :class:`~eager_offload.integrations.metrics.OffloadMetrics` are logged with ``log_dict`` every
-    ``trainer.log_every_n_steps`` steps, those of one batch on this rank, to the loggers and to
-    ``trainer.callback_metrics``.
+    Works with ``lightning.pytorch`` and ``pytorch_lightning``, every strategy, automatic and manual optimization. Every
+    ``trainer.log_every_n_steps`` steps it logs the figures of
+    :class:`~eager_offload.integrations.metrics.OffloadMetrics`, per batch and for this rank, with ``log_dict`` to the
+    loggers and to ``trainer.callback_metrics``.
 
     Args:
-        config: an ``Offload`` of your own, an ``OffloadConfig``, or a mapping of its fields; what is not given is read
-            from ``EAGER_OFFLOAD_*``.
-        log_metrics: ``True`` logs the three figures that matter, ``"all"`` every one, ``False`` none.
-        trace_step: the batch of a fit, the first being 1, that is traced.
-        trace_path: where that trace is written, for https://ui.perfetto.dev.
-        recompute: has the first call of the module that has most of what is trained planned to ``device_budget``, by
-            :func:`eager_offload.plan`, and trains by that plan.
-        **fields: fields of :class:`~eager_offload.OffloadConfig`, which come before all of that.
+        config: an ``Offload``, an ``OffloadConfig``, or a mapping of its fields. ``EAGER_OFFLOAD_*`` sets fields that
+            are absent.
+        log_metrics: ``True`` logs the three main figures, ``"all"`` every figure, ``False`` none.
+        trace_step: the batch of a fit to trace, counted from 1.
+        trace_path: the file to write the trace to, for https://ui.perfetto.dev.
+        recompute: whether to plan the first call of the module with most of the trained parameters to
+            ``device_budget`` with :func:`eager_offload.plan`, and to train by that plan.
+        **fields: fields of :class:`~eager_offload.OffloadConfig`, which override all of the above.
 
-    ``EAGER_OFFLOAD=0`` in the environment switches it off. Files and memory are given back when a fit ends, those of an
-    ``Offload`` of your own when you close it. A copy or a pickle, such as the one that ``ddp_spawn`` sends to its
-    processes, has an ``Offload`` of its own with the same configuration.
+    ``EAGER_OFFLOAD=0`` in the environment disables the callback. Files and memory are freed when a fit ends, except for
+    an ``Offload`` that you passed in: close that yourself. A copy or a pickle (e.g. for the processes of ``ddp_spawn``)
+    has a new ``Offload`` with the same configuration.
 
     Raises:
-        ConfigError: for what :class:`~eager_offload.OffloadConfig` does not accept; when a fit begins, if another
-            ``OffloadCallback`` is among the callbacks, and with ``recompute`` for modules that are checkpointed.
-        PlanError: from the first training step, if ``recompute`` is wanted and that cannot be planned; an error of the
-            model's own comes as it is.
+        ConfigError: for a value that :class:`~eager_offload.OffloadConfig` does not accept; when a fit begins, if the
+            Trainer has another ``OffloadCallback``, or with ``recompute`` if modules are checkpointed.
+        PlanError: in the first training step, if ``recompute`` is set and the step cannot be planned. Errors of the
+            model itself are not wrapped.
     """
 
-    #: What offloads; ``offload.stats()`` also has what was not logged, and what became of everything.
+    #: The context of training steps; ``offload.stats()`` has all counters.
     offload: Offload
 
     def __init__(
@@ -98,12 +98,11 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         self._first = FirstBatch.wanted(recompute, config, self.offload, _SWITCH)
         self._closes = not isinstance(config, Offload)
         self._log_metrics = log_metrics
-        OffloadMetrics(self.offload, log_metrics)  # which refuses what is not accepted
+        OffloadMetrics(self.offload, log_metrics)  # raises now if log_metrics is not accepted
         self._trace = StepTrace(self.offload, trace_step, trace_path)
-        #: What is around the strategy's methods while a Trainer fits.
         self._patches: list[Patch] = []
         self._metrics: OffloadMetrics | None = None
-        self._batches = 0  # since they were last read
+        self._batches = 0  # since metrics were last read
         self._batches_of_fit = self._moved_before = 0
 
     # -- while a Trainer fits -------------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
             Patch(trainer.strategy, "training_step", partial(_Offloaded, context=around)),
             Patch(trainer.strategy, "backward", partial(_Offloaded, context=offload.rest_of_step)),
         ]
-        if first is not None:  # of the module's own step: wrappers around it are called with a batch for that
+        if first is not None:  # plan a call inside of the module's own step: its wrappers are called with a batch
             self._patches.append(Patch(pl_module, "training_step", partial(_Offloaded, context=inside)))
         for patch in self._patches:
             patch.put_on()
@@ -172,7 +171,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         patches, self._patches = self._patches, []
         for patch in patches:
             if isinstance(ours := patch.active, _Offloaded):
-                ours.context = nullcontext  # where another's around it keeps it from going
+                ours.context = nullcontext  # a later patch of others may keep ours from being removed
             patch.take_off()
         if self._first is not None:
             self._first.end()
@@ -183,7 +182,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
             limits.ranks_of_adapter = 0
 
     def _is_the_one(self, trainer: Any) -> bool:
-        """Whether it is this one, of all that a Trainer has, that offloads."""
+        """Returns whether this callback is the one of the Trainer that offloads."""
         if len(_given_callbacks(trainer)) > 1:
             raise ConfigError(
                 "more than one OffloadCallback among the callbacks of a Trainer is not accepted, since only one of "
@@ -211,9 +210,9 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
 
 
 class CallbackFromEnvironment(OffloadCallback):
-    """What ``EAGER_OFFLOAD=1`` adds to every Trainer. Beside a callback that was given to one it does nothing.
+    """The callback that ``EAGER_OFFLOAD=1`` adds to every Trainer. Inactive if the user passed an ``OffloadCallback``.
 
-    A Trainer that is made with the callbacks of another one has two of them, of which the first offloads.
+    A Trainer built with the callbacks of another Trainer has two of these; only the first offloads.
     """
 
     def _is_the_one(self, trainer: Any) -> bool:
@@ -222,13 +221,13 @@ class CallbackFromEnvironment(OffloadCallback):
 
 
 def _given_callbacks(trainer: Any) -> list[OffloadCallback]:
-    """The callbacks that were given to ``trainer``, by its user."""
+    """Returns the ``OffloadCallback`` objects that the user passed to ``trainer``."""
     ours = [one for one in trainer.callbacks if isinstance(one, OffloadCallback)]
     return [one for one in ours if not isinstance(one, CallbackFromEnvironment)]
 
 
 class _Offloaded:
-    """A strategy's method in a context. A copy or a pickle is that of the method alone: the copy's own."""
+    """A strategy's method that runs in a context. A copy or a pickle contains only the method, without the context."""
 
     def __init__(self, method: Callable[..., Any], context: Callable[[], AbstractContextManager[object]]) -> None:
         self._method = method
@@ -240,7 +239,7 @@ class _Offloaded:
             return self._method(*arguments, **named)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
-        return _same, (self._method,)  # a method, which is copied as the method of its copied object
+        return _same, (self._method,)  # a bound method: its copy is bound to the copy of its object
 
 
 def _same(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,9 +247,9 @@ def _same(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _logs_now(trainer: Any, batch_idx: int) -> bool:
-    """Whether Lightning passes on to its loggers what is logged for this batch."""
+    """Returns whether Lightning forwards the figures of this batch to its loggers."""
     if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
-        return False  # it logs the last batch of those that are accumulated
+        return False  # only the last accumulated batch is logged
     connector = getattr(trainer, "_logger_connector", None)
-    # A private name; without it, what is logged too often is left out by Lightning.
+    # A private attribute. Without it we log too often, and Lightning drops the surplus.
     return bool(getattr(connector, "should_update_logs", True) or trainer.fast_dev_run)

@@ -1,9 +1,8 @@
-"""For Transformers' ``Trainer`` and those that are made of it, such as TRL's.
+"""A callback and a mixin for Transformers' ``Trainer`` and its subclasses (e.g. TRL's).
 
-[Note: What a callback reaches] No event surrounds forward, and none follows an exception. A callback is given the
-innermost model and nothing else: it runs the calls of that in the context, and what it leaves on the model when
-training fails is taken off when the next one begins. ``training_step``, which is around the loss, its backward and
-every compiled module, is a method: while the mixin's trainer trains, it runs in the context.
+[Note: reach of a callback] No ``Trainer`` event surrounds forward, and none follows an exception. A callback gets only
+the innermost model, so it wraps that model's calls, and unwraps a model whose training failed when the next training
+begins. The mixin instead patches ``training_step``, which contains the loss, its backward and every compiled module.
 """
 
 from __future__ import annotations
@@ -43,34 +42,34 @@ else:
 
 
 class OffloadTrainerCallback(TrainerCallback):
-    """``Trainer(..., callbacks=[OffloadTrainerCallback(min_bytes="4MiB")])``: the model offloads while it trains.
+    """Offloads tensors that the model saves in training: ``Trainer(..., callbacks=[OffloadTrainerCallback()])``.
 
-    Nothing moves in evaluation and prediction. At each logging step the figures of
-    :class:`~eager_offload.integrations.metrics.OffloadMetrics` go into ``state.log_history``, and to the callbacks
-    behind this one. The trackers of ``report_to`` stand before every callback that is given: they get the figures from
-    :class:`OffloadTrainerMixin` alone.
+    Nothing moves in evaluation and prediction. At each logging step the callback adds the figures of
+    :class:`~eager_offload.integrations.metrics.OffloadMetrics` to ``state.log_history`` and to the logs of later
+    callbacks. The trackers of ``report_to`` run before any callback that a user passes, so they get the figures only
+    with :class:`OffloadTrainerMixin`.
 
     Args:
-        config: an ``Offload`` (which stays yours to close), an ``OffloadConfig``, a mapping of its fields, or ``None``:
-            what is not given is read from ``EAGER_OFFLOAD_*``. ``EAGER_OFFLOAD=0`` switches all of this off.
-        log_metrics: ``True`` logs the three figures that matter, ``"all"`` every one, ``False`` none.
-        trace_step: the optimizer step of a training, the first being 1, that is traced.
-        trace_path: where that trace is written, for https://ui.perfetto.dev.
-        recompute: has the first batch planned to ``device_budget``, by :func:`eager_offload.plan`, and trains by that
-            plan.
+        config: an ``Offload`` (closed by you), an ``OffloadConfig``, a mapping of its fields, or ``None``.
+            ``EAGER_OFFLOAD_*`` sets fields that are absent. ``EAGER_OFFLOAD=0`` disables the callback.
+        log_metrics: ``True`` logs the three main figures, ``"all"`` every figure, ``False`` none.
+        trace_step: the optimizer step of a training to trace, counted from 1.
+        trace_path: the file to write the trace to, for https://ui.perfetto.dev.
+        recompute: whether to plan the first batch to ``device_budget`` with :func:`eager_offload.plan`, and to train by
+            that plan.
         **fields: fields of ``OffloadConfig``.
 
-    A copy or a pickle has an ``Offload`` of its own with the same configuration.
+    A copy or a pickle has a new ``Offload`` with the same configuration.
 
     Raises:
-        ConfigError: for what is not accepted; when training begins, for ``torch.nn.DataParallel``, for models that
-            Accelerate compiles with ``fullgraph``, and if another callback of this class or the mixin is there too;
-            with ``recompute`` for gradient checkpointing.
-        PlanError: from the first training step, if ``recompute`` is wanted and that cannot be planned; an error of the
-            model's own comes as it is.
+        ConfigError: for a value that is not accepted; when training begins, for ``torch.nn.DataParallel``, for models
+            that Accelerate compiles with ``fullgraph``, for a second callback of this class or the mixin, and with
+            ``recompute`` for gradient checkpointing.
+        PlanError: in the first training step, if ``recompute`` is set and the step cannot be planned. Errors of the
+            model itself are not wrapped.
     """
 
-    #: Whether TRL's trainer enters the context, by ``activation_offloading=True``, and nothing else has to.
+    #: Whether TRL's trainer enters the context because of ``activation_offloading=True``.
     _is_under_flag = False
 
     def __init__(
@@ -91,25 +90,25 @@ class OffloadTrainerCallback(TrainerCallback):
     def _begin_with(self, offload: Offload | None, given: object = None) -> None:
         offload = offload if offload is not None and offload.config.enabled else None
         self.offload = offload
-        """What moves the bytes, with its ``stats()``; ``None`` if it is switched off."""
+        """The ``Offload`` in use, with its ``stats()``; ``None`` if disabled."""
         self._metrics = self._trace = self._first = None
         if offload is not None:
             self._first = FirstBatch.wanted(self._options["recompute"], given, offload, _SWITCH)
             self._metrics = OffloadMetrics(offload, self._options["log_metrics"])
             self._trace = StepTrace(offload, self._options["trace_step"], self._options["trace_path"])
         self._saved_before = self._first_step = self._read_step = 0
-        #: The training that is going on: all callbacks of a trainer get the same state, a new one each time.
+        #: Identifies the running training: a trainer passes one state to all callbacks, a new one in each training.
         self._state: weakref.ref[TrainerState] | None = None
         self._model: weakref.ref[nn.Module] | None = None
-        #: Takes what is on the model off again; by itself where this object goes before.
+        #: Restores the model's calls; runs by itself if this object is freed first.
         self._removal: weakref.finalize[Any, OffloadTrainerCallback] | None = None
         self._calls: OffloadedCalls | None = None
 
     def remove(self) -> None:
-        """Calls the model as before, and gives memory and files back. Idempotent.
+        """Restores the model's calls and frees memory and files. Idempotent.
 
-        Needed only after training that failed: what it leaves stays until the next training of the same model, of this
-        callback, or until this object goes. An ``Offload`` of your own is not closed.
+        Needed only after a failed training, which otherwise leaves the calls wrapped until the next training of this
+        model or with this callback, or until the callback is freed. Does not close an ``Offload`` that you passed in.
         """
         self._state = self._model = self._calls = None
         removal, self._removal = self._removal, None
@@ -131,8 +130,7 @@ class OffloadTrainerCallback(TrainerCallback):
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        # Called again for each batch size that is tried, and after training that has failed; not with step 0 where a
-        # checkpoint is resumed from.
+        # May be called again (auto_find_batch_size, after a failure), and with a step other than 0 (resumed training).
         if self.offload is None or self._metrics is None or model is None:
             return
         self._be_the_only_one(state, model)
@@ -140,9 +138,9 @@ class OffloadTrainerCallback(TrainerCallback):
         if args.n_gpu > 1 and not quantized:  # as Trainer decides it
             raise ConfigError(
                 f"{args.n_gpu} devices in one process are not accepted: Trainer wraps the model in "
-                "torch.nn.DataParallel, which runs forward in threads of its own, where nothing can be offloaded. "
-                "Start one process for each device (`torchrun --nproc-per-node`, `accelerate launch`), or show this "
-                "one device alone (CUDA_VISIBLE_DEVICES)"
+                "torch.nn.DataParallel, which runs forward in its own threads, in which nothing can be offloaded. "
+                "Start one process per device (`torchrun --nproc-per-node`, `accelerate launch`), or show this process "
+                "only one device (CUDA_VISIBLE_DEVICES)"
             )
         if hiding := " and ".join(self._hiding_options(args)):
             self.offload.expect_to_be_hidden(
@@ -162,14 +160,14 @@ class OffloadTrainerCallback(TrainerCallback):
         _begun.add(self)
 
     def _enter_around(self, model: nn.Module, offload: Offload, args: TrainingArguments) -> None:
-        """Has the calls of ``model`` run in ``with offload``."""
-        # Accelerate's compiled module is around the model that a callback gets, or is a copy of it.
+        """Makes calls of ``model`` run in ``with offload``."""
+        # The module that Accelerate compiles contains the model that a callback gets, or is a copy of it.
         plugin = AcceleratorState().dynamo_plugin if args.torch_compile else None
         for option in ("fullgraph", "use_regional_compilation"):
             if getattr(plugin, option, False):
                 raise ConfigError(
                     f"{option}=True for torch_compile=True is not accepted by OffloadTrainerCallback, which reaches "
-                    "only what is inside of the compiled module. Take OffloadTrainerMixin, or leave that option out "
+                    "only modules inside of the compiled one. Use OffloadTrainerMixin, or leave that option out "
                     f"(the environment's ACCELERATE_DYNAMO_USE_{option.removeprefix('use_').upper()})"
                 )
         self._calls = OffloadedCalls(model, offload, instead=_INSTEAD, first=self._first)
@@ -177,10 +175,10 @@ class OffloadTrainerCallback(TrainerCallback):
         self._removal.atexit = False
 
     def _hiding_options(self, args: TrainingArguments) -> Iterator[str]:
-        """Options of the frameworks whose own offloading hides tensors from ours, or ours from theirs."""
+        """Yields options of frameworks that offload tensors themselves and so hide them from this library."""
         if getattr(args, "activation_offloading", False) and not self._is_under_flag:
             yield "activation_offloading=True (TRL)"
-        for name in ("activation_checkpointing", "gradient_checkpointing"):  # the second is what it was called before
+        for name in ("activation_checkpointing", "gradient_checkpointing"):  # new name, old name
             options = getattr(args, f"{name}_kwargs", None)
             if getattr(args, name, False) and isinstance(options, Mapping) and options.get("offload"):
                 yield f"{name}_kwargs={{'offload': True}}"
@@ -190,14 +188,17 @@ class OffloadTrainerCallback(TrainerCallback):
             yield "activation_checkpointing_offload=True (Accelerate, FSDP2)"
 
     def _be_the_only_one(self, state: TrainerState, model: nn.Module) -> None:
-        """What failed training left on the model would hide what comes inside of it, and so would another callback."""
+        """Removes callbacks that failed trainings left on the model; raises if another callback is active.
+
+        Contexts would nest, and only the innermost one sees saved tensors.
+        """
         others = [one for one in _begun if one is not self and one._state is not None and one._state() is state]
         left = [one for one in _begun if one._model is not None and one._model() in (model, None)]
         for one in {self, *others, *left}:
             one.remove()
         for one in others:
             if one._is_under_flag and one.offload is not None:
-                one.offload.expect_to_be_hidden()  # this one warns of the flag
+                one.offload.expect_to_be_hidden()  # `self` warns of the flag
         if any(not one._is_under_flag for one in others):
             raise ConfigError(
                 "more than one OffloadTrainerCallback, or one beside OffloadTrainerMixin, is not accepted for a "
@@ -227,7 +228,7 @@ class OffloadTrainerCallback(TrainerCallback):
                 state.log_history[-1].update(figures)  # a copy of the logs, made before any callback is called
 
     def _figures(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
-        """The figures of the steps since the last reading, if ``logs`` are of steps."""
+        """Returns the figures since the last call, per step, if ``logs`` are of training steps; otherwise nothing."""
         if self._metrics is None or self._state is None or "loss" not in logs:
             return {}
         steps, self._read_step = state.global_step - self._read_step, state.global_step
@@ -258,32 +259,32 @@ class OffloadTrainerCallback(TrainerCallback):
         self._begin_with(None if state["offload"] is None else offload_from(state["offload"]))
 
 
-#: Those whose training may be going on, or has failed.
+#: Callbacks whose training is running or has failed.
 _begun: weakref.WeakSet[OffloadTrainerCallback] = weakref.WeakSet()
 
 
 class OffloadTrainerMixin(_Base):
-    """``class MyTrainer(OffloadTrainerMixin, Trainer)``: an :class:`OffloadTrainerCallback` around a training step.
+    """Offloads tensors saved in a whole training step: ``class MyTrainer(OffloadTrainerMixin, Trainer)``.
 
-    With a loss outside of the model (label smoothing, ``compute_loss_func``, a ``compute_loss`` of your own), forwards
-    that it runs again in backward (cached losses), around every wrapper and compiled module, and never in evaluation.
-    All trackers get its figures.
+    Unlike :class:`OffloadTrainerCallback` it covers a loss computed outside of the model (label smoothing,
+    ``compute_loss_func``, your own ``compute_loss``), forwards that the loss runs again in backward (cached losses),
+    and every wrapper and compiled module. All trackers get its figures. Nothing moves in evaluation.
 
     Args:
-        offload: what :class:`OffloadTrainerCallback` takes as ``config``, or ``False`` for none. The default is
-            :attr:`offload_config`. ``EAGER_OFFLOAD=0`` and ``=1`` overrule both.
+        offload: a ``config`` of :class:`OffloadTrainerCallback`, or ``False`` to disable. Defaults to
+            :attr:`offload_config`. ``EAGER_OFFLOAD=0`` and ``=1`` override both.
         offload_options: ``log_metrics``, ``trace_step``, ``trace_path`` and ``recompute`` of
-            :class:`OffloadTrainerCallback`; the default is :attr:`offload_options`.
-        *arguments, **named: the trainer's.
+            :class:`OffloadTrainerCallback`. Defaults to :attr:`offload_options`.
+        *arguments, **named: arguments of the trainer.
 
     Raises:
-        ConfigError: as of the callback, but for ``fullgraph``, which it goes with.
+        ConfigError: as :class:`OffloadTrainerCallback`, but ``fullgraph`` is accepted.
     """
 
     offload_config: Given | bool = None
-    """The class's own configuration."""
+    """The default of ``offload``, to override in a subclass."""
     offload_options: Mapping[str, Any] = MappingProxyType({})
-    """The class's own ``log_metrics``, ``trace_step``, ``trace_path`` and ``recompute``."""
+    """The default of ``offload_options``, to override in a subclass."""
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -313,13 +314,13 @@ class OffloadTrainerMixin(_Base):
 
     @property
     def offload(self) -> Offload | None:
-        """What moves the bytes, with its ``stats()``; ``None`` if it is switched off."""
+        """The ``Offload`` in use, with its ``stats()``; ``None`` if disabled."""
         return self._offload_callback.offload if self._offload_callback else None
 
     def train(self, *arguments: Any, **named: Any) -> Any:
         if self._offload_callback is None or self.offload is None:
             return super().train(*arguments, **named)
-        # The step of whichever class has one: backward is inside of it, in which a loss may run its forwards again.
+        # Patch the instance, so that the outermost override runs in the context. Backward is inside of it.
         step = Patch(self, "training_step", self._offload_callback._around)
         step.put_on()
         try:
@@ -346,7 +347,7 @@ class _AroundLoss(OffloadTrainerCallback):
         return around
 
     def _enter_around(self, model: nn.Module, offload: Offload, args: TrainingArguments) -> None:
-        pass  # its training step runs in the context
+        pass  # training_step runs in the context
 
     def on_log(self, *_: Any, **__: Any) -> None:
-        pass  # the trainer's own log has
+        pass  # OffloadTrainerMixin.log adds the figures

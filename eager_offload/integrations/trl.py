@@ -1,12 +1,12 @@
-"""TRL: ``activation_offloading=True`` with this library underneath.
+"""Makes TRL's ``activation_offloading=True`` use this library.
 
     from eager_offload.integrations import trl
 
     trl.install()
     trainer = SFTTrainer(model, args=SFTConfig(activation_offloading=True), ...)
 
-Settings come from ``EAGER_OFFLOAD_*``. ``GRPOTrainer`` and ``RLOOTrainer`` have no such flag: put
-:class:`~eager_offload.integrations.transformers.OffloadTrainerMixin` in front of them.
+Settings come from ``EAGER_OFFLOAD_*``. ``GRPOTrainer`` and ``RLOOTrainer`` do not have the flag: combine them with
+:class:`~eager_offload.integrations.transformers.OffloadTrainerMixin`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ except ImportError as error:
 
 __all__ = ["get_act_offloading_ctx_manager", "install", "uninstall"]
 
-#: Of which each trainer has one, and to which anything that is a callback may be added.
+#: Each new trainer gets one instance of each class in this list.
 _CALLBACKS: list[Any] = _DEFAULT_CALLBACKS
 _NAME = "get_act_offloading_ctx_manager"
-#: By model, what a trainer enters around each of its training steps.
+#: The ``Offload`` that a trainer enters around each training step, by model.
 _made: weakref.WeakKeyDictionary[nn.Module, Offload] = weakref.WeakKeyDictionary()
-#: TRL's own function, while this module's stands in its place.
+#: TRL's own function while it is replaced.
 _replaced: list[Any] = []
 
 
@@ -47,28 +47,28 @@ def get_act_offloading_ctx_manager(
     max_fwd_stash_size: int = 5,
     warn_if_no_head: bool = True,
 ) -> Offload:
-    """Returns what stands in for TRL's ``OffloadActivations``: an ``Offload``, to be entered around training steps.
+    """Returns an ``Offload`` for training steps, in place of TRL's ``OffloadActivations``.
 
-    What the output head saves stays, since backward begins with it. ``use_streams``, ``min_offload_size`` and
-    ``max_fwd_stash_size`` are of another design and change nothing; ``EAGER_OFFLOAD_MIN_BYTES`` says what is small.
+    Tensors saved in the output head stay on the device, because backward needs them first. ``use_streams``,
+    ``min_offload_size`` and ``max_fwd_stash_size`` are ignored; set ``EAGER_OFFLOAD_MIN_BYTES`` instead.
 
     Args:
-        model: the model that is trained.
-        use_pin_memory: ``False`` takes host memory that is not pinned.
-        warn_if_no_head: warns of a model that cannot tell its output head.
+        model: the model to train.
+        use_pin_memory: whether host memory is pinned.
+        warn_if_no_head: whether to warn if ``model`` does not have ``get_output_embeddings``.
     """
     offload = _made[model] = Offload() if use_pin_memory else Offload(pin_memory=False)
     offload.expect_no_use()  # training may never begin
     find = getattr(model, "get_output_embeddings", None)
     if find is None and warn_if_no_head:
-        warn(f"{type(model).__name__} has no get_output_embeddings, so what its output head saves moves too")
+        warn(f"{type(model).__name__} has no get_output_embeddings, so tensors saved in its output head move too")
     if isinstance(head := find() if find is not None else None, nn.Module) and offload.config.enabled:
         weakref.finalize(offload, ModuleCall.begin(head, in_no_offload).end).atexit = False
     return offload
 
 
 class _Report(OffloadTrainerCallback):
-    """Logs the figures of training under the flag, says a line at its end, and gives memory and files back."""
+    """Logs figures of training under the flag, prints a line at the end, and frees memory and files."""
 
     _is_under_flag = True
 
@@ -82,11 +82,11 @@ class _Report(OffloadTrainerCallback):
         super().on_train_begin(args, state, control, model)
 
     def _enter_around(self, *_: Any) -> None:
-        """The trainer enters the context."""
+        """Does nothing: the trainer enters the context."""
 
 
 def install() -> None:
-    """Puts this library under ``activation_offloading=True`` of trainers that are made from now on. Idempotent."""
+    """Makes ``activation_offloading=True`` of new trainers use this library. Idempotent."""
     if not _replaced:
         _replaced.append(getattr(trl.models, _NAME))
         put_everywhere("trl", _NAME, _replaced[0], get_act_offloading_ctx_manager)
@@ -94,7 +94,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restores what :func:`install` has replaced; trainers that were made in between keep what they have."""
+    """Undoes :func:`install` for new trainers; existing trainers keep using this library. Idempotent."""
     if _replaced:
         put_everywhere("trl", _NAME, get_act_offloading_ctx_manager, _replaced.pop())
         _CALLBACKS.remove(_Report)

@@ -15,7 +15,7 @@ from eager_offload.observe.memory import budget_text, budgets_text, main_reason,
 from eager_offload.stats import KeepReason, OffloadStats
 from eager_offload.tiers.limits import PAGEABLE_COST
 
-#: A peak that is lower by this share of that without offload has fallen.
+#: Memory has fallen if its peak is lower by at least this share of the peak without offload.
 _FELL = 0.2
 #: Compute may wait for this share of the time without a sentence.
 _STALL = 0.03
@@ -211,7 +211,7 @@ def _of_waits(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
 
 
 def _leaves_much(stats: OffloadStats, more: int) -> bool:
-    """Returns whether windows with ``more`` bytes would hold less than most of what a step saves."""
+    """Returns whether windows with ``more`` bytes would hold less than most bytes of a step."""
     return stats.max_inflight_bytes + stats.prefetch_bytes + more <= (1 - _FELL) * stats.without_offload_bytes_peak
 
 

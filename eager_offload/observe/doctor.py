@@ -46,9 +46,9 @@ _T = TypeVar("_T")
 FORMAT = 3
 #: Seconds for one probe.
 _ONE_PROBE = 10.0
-#: Bytes that a measurement of a disk needs at least, takes at most, and the divisor of the free bytes that it may take.
+#: Bytes that a disk measurement needs, the most that it takes, and the divisor of the free bytes that it may take.
 _LEAST_ON_DISK, _MOST_ON_DISK, _PART_OF_FREE = 16 << 20, 64 << 20, 16
-#: Where Linux lists the nodes of memory: "0" is one, several are written "0-1" or "0,2".
+#: Linux's list of memory nodes: one node is "0", several are "0-1" or "0,2".
 NODES = Path("/sys/devices/system/node/online")
 
 
@@ -256,7 +256,7 @@ def _loss(rows: Tensor, weights: list[Tensor]) -> Tensor:
     return rows.square().sum()
 
 
-# -- what follows ---------------------------------------------------------------------------------------------------
+# -- the verdict ----------------------------------------------------------------------------------------------------
 
 
 def recommended(devices: Mapping[str, Machine | None], memory: Memory | None, disks: Sequence[Disk]) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from eager_offload.observe.trace import MemorySample, Trace
 _MOST_SLICES, _MOST_SAMPLES = 20_000, 8_192
 #: Pixels: of a line in a table, of a lane, of a plot, between parts, and between parts that belong together.
 _LINE, _LANE, PLOT, GAP, _NEAR = 24, 22, 300, 60, 20
-#: Where plots begin, of the width, so that there is room for the names of lanes.
+#: The left edge of plots, as a fraction of the width; the names of lanes stand left of it.
 _LEFT = 0.1
-#: Characters of a line of text on a screen of usual width, and where it is broken into short ones.
+#: Characters of a line of text on a screen of usual width, and of a short line.
 _WIDTH, _NARROW = 160, 110
 
 _TEXT, MUTED, _RULE, _PAPER = "#1f2933", "#52606d", "#d9e2ec", "#f5f7fa"

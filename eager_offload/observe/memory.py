@@ -98,8 +98,8 @@ def reason_text(reason: KeepReason, config: OffloadConfig, prefetch_bytes: int) 
 
 
 def budgets_text(config: OffloadConfig, host_peak: int = 0, disk_peak: int = 0) -> str:
-    """Returns the budgets to raise where no tier had room: of each tier in use, with the value that the user wrote, or
-    the peak of the tier."""
+    """Returns the budgets to raise if no tier had room: one per tier in use, with the value that the user wrote or the
+    peak of the tier."""
     peaks = {"host_budget": host_peak, "disk_budget": disk_peak}
     given = [field for field in peaks if getattr(config, field) != "auto"]
     in_use = [f"{config.tier}_budget"] if config.tier != "auto" else []
@@ -157,7 +157,7 @@ class Watching(Protocol):
     """Looks at the backwards of a process."""
 
     def before_backward(self) -> Any:
-        """Returns what ``after_backward`` is given."""
+        """Returns the argument of ``after_backward``."""
 
     def after_backward(self, before: Any) -> None:
         """Looks at a backward that is over."""

@@ -162,7 +162,7 @@ class SaverRow:
 
 
 def peaks(trace: Trace) -> MemorySample:
-    """Returns the most bytes at one moment, by where they were."""
+    """Returns the most bytes at one moment, by place."""
     columns = zip(*trace.memory, strict=True) if trace.memory else [(0,)] * 5
     return MemorySample(*map(max, columns))
 

@@ -32,7 +32,7 @@ from tests.hazards.test_interrupts_everywhere import FIELDS, PACKAGE, Point, Wal
 from tests.programs import leaf
 from tests.threads import collect
 
-REFUSED = "in the midst of a call of eager_offload on the same thread"
+REFUSED = "while another call of eager_offload runs on the same thread"
 
 
 def train(offload: Offload) -> None:

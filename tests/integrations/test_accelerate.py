@@ -267,7 +267,7 @@ def test_files_of_the_documentation_are_read_and_accelerate_s_takes_no_field_of_
 
 def test_what_was_not_prepared_is_refused(plugin: OffloadPlugin, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = new_accelerator()
-    with pytest.raises(eo.ConfigError, match="has not been through accelerator"):
+    with pytest.raises(eo.ConfigError, match="prepare has not returned it"):
         plugin.prepare(accelerator, model := Model())
     with pytest.raises(eo.ConfigError, match="<tuple> is not accepted: prepare takes the accelerator"):
         plugin.prepare(accelerator, accelerator.prepare(model, Model()))

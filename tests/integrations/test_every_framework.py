@@ -235,7 +235,10 @@ def test_what_recompute_does_not_go_with_is_one_error_that_says_what_to_leave_ou
     outside, _, name = way.block.rpartition(".")
     model.get_submodule(outside)[int(name)] = checkpoint_wrapper(model.get_submodule(way.block))
     given = way.given(**budgeted(tmp_path, "1GiB"))
-    with pytest.raises(eo.ConfigError, match=r"beside checkpointing .* switch that off \(.*leave recompute=True out"):
+    with pytest.raises(
+        eo.ConfigError,
+        match=r"together with the framework's checkpointing .* Switch it off \(.*leave recompute=True out",
+    ):
         way.train(tmp_path, given, model)
     way.end(given)
     assert hooks_are_gone()

@@ -84,7 +84,7 @@ def test_h10_what_ends_a_growth_leaves_nothing_behind(what: str, made: Made) -> 
         if what == "a close":
             on_a_thread(tier.close)
             return
-        with pytest.raises(RuntimeError, match="in the midst of a call"):
+        with pytest.raises(RuntimeError, match="while another call of eager_offload runs"):
             tier.reserve(8192)
 
     made.in_the_next_growth(meanwhile)

@@ -32,7 +32,7 @@ from tests.virtual_device.api import Api
 from tests.virtual_device.backend import side_stream
 from tests.virtual_device.graphs import capturing
 
-MESSAGE = "being captured into a graph.*Leave the capture out of `with offload:`"
+MESSAGE = "being captured into a graph.*Keep the capture outside of `with offload:`"
 
 
 @pytest.fixture(autouse=True)

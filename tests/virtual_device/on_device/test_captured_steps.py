@@ -373,7 +373,7 @@ def test_where_a_step_cannot_be_captured(tmp_path: Path, offloads: Any) -> None:
         capture()
     with torch.autocast(NAME, torch.bfloat16):  # whose casts, kept before the capture, would go with it
         for begin in (capture, GraphCaptureGuard().__enter__):
-            with pytest.raises(CaptureStateError, match="inside of what is captured, or with cache_enabled=False"):
+            with pytest.raises(CaptureStateError, match="inside of the captured code, or with cache_enabled=False"):
                 begin()
     assert not calls
     with GraphCaptureGuard(), pytest.raises(CaptureStateError, match="a trace was begun while"):
