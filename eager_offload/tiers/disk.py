@@ -159,7 +159,7 @@ class DiskTier(Tier):
         """Empties the tier of the child, whose first ``reserve`` opens a new file."""
         self._file = None
         #: Slabs of retired files, which only slots keep open: see [Note: retired files].
-        self._left: set[Slab] = set()
+        self._retired: set[Slab] = set()
         #: Free ranges of the file.
         self._ranges = Ranges[Slab]()
         #: Records of dead slots, until ``poll``: see [Note: slots give themselves back] in ``base.py``.
@@ -181,7 +181,7 @@ class DiskTier(Tier):
                     opened = _open(self._path, self._budget, self._file_type)
                     with self._lock.lock:
                         if not self._closed:
-                            self._leave()
+                            self._retire()
                             self._file, opened.uncounted = opened, self._uncounted
             try:
                 with self._lock.lock, self._crashing():
@@ -338,21 +338,21 @@ class DiskTier(Tier):
     def close(self) -> None:
         with self._lock.lock:
             self._closed = True
-            self._leave()
+            self._retire()
 
     def _needs_file(self) -> bool:
         return not self._closed and (self._file is None or self._is_crashed)
 
     # -- inside the lock ------------------------------------------------------------------------------------------
 
-    def _leave(self) -> None:
+    def _retire(self) -> None:
         if self._file is not None:
-            self._left.add(self._file.slab)
+            self._retired.add(self._file.slab)
         self._file, self._ranges = None, Ranges()
 
     def _poll(self) -> None:
         if self._is_crashed:  # the records alone tell which slots are alive: see [Note: retired files]
-            self._leave()
+            self._retire()
             self._records = {record for record in self._records if record() is not None}
             self._used = sum([cast(SlotRecord, record).nbytes for record in self._records])
             self._is_crashed = False
@@ -367,13 +367,13 @@ class DiskTier(Tier):
             self._returned.popleft()
             if self._used == 0 and self._file is not None:
                 self._file.bounce.release_idle()
-        if self._left:
-            self._left &= {cast(SlotRecord, record).range.slab for record in self._records}
+        if self._retired:
+            self._retired &= {cast(SlotRecord, record).range.slab for record in self._records}
         while self._uncounted:
             self._written += self._uncounted.popleft()
 
     def _length(self) -> int:
-        return (0 if self._file is None else self._file.slab.nbytes) + sum([slab.nbytes for slab in self._left])
+        return (0 if self._file is None else self._file.slab.nbytes) + sum([slab.nbytes for slab in self._retired])
 
 
 def _timed(calls: Sequence[Callable[[], object]]) -> list[float]:

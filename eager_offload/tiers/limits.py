@@ -157,12 +157,12 @@ def pinning_limit(pinned: int, nbytes: int, system: System | None = None) -> Sho
 
 
 def file_size_limit(system: System | None = None) -> int | None:
-    """Returns the largest size of a file in bytes (``RLIMIT_FSIZE``); ``None`` for no limit."""
+    """Returns the limit on the size of a file in bytes; ``None`` for no limit."""
     return (System() if system is None else system).process_limit("RLIMIT_FSIZE")
 
 
 def host_part() -> int:
-    """Returns this rank's equal part of the available host memory, in bytes: the memory of a CPU as a device."""
+    """Returns this rank's equal part of the available host memory, in bytes."""
     return host_headroom().nbytes // ranks_here().number
 
 
@@ -188,12 +188,12 @@ def disk_headroom(path: Path, system: System | None = None, *, length: int = 0) 
 
 
 def host_budget(system: System | None = None) -> int:
-    """Returns the bytes of host memory for saved tensors if none are held yet: ``HOST_FRACTION`` of the headroom."""
+    """Returns ``HOST_FRACTION`` of the headroom, in bytes."""
     return int(host_headroom(system).nbytes * HOST_FRACTION)
 
 
 def disk_budget(path: Path, system: System | None = None) -> int:
-    """Returns the bytes for this process's spill file in ``path``: ``DISK_FRACTION`` of the free disk space.
+    """Returns ``DISK_FRACTION`` of the free disk space of ``path``, within the file size limit, in bytes.
 
     Raises:
         OSError: ``path`` cannot be read.
@@ -255,7 +255,6 @@ _NO_LIMIT = 1 << 62
 
 class _Group(NamedTuple):
     directory: Path
-    #: Version of the cgroup interface, 1 or 2.
     version: int
 
 
@@ -420,7 +419,6 @@ def rank() -> int:
 
 
 def warn_of_guess() -> None:
-    """Warns once per process if the number of ranks on this node is a guess."""
     if (found := ranks_here()).is_guess:
         warn_once(
             "ranks",
@@ -446,7 +444,7 @@ _REFUSED = 256 << 20
 
 
 class NoRoomError(MemoryError):
-    """A request exceeds the budget, or would leave too little memory for others."""
+    """A request exceeds a budget or the reserve."""
 
     def __init__(self, shortage: Shortage) -> None:
         super().__init__(shortage.reason)

@@ -47,7 +47,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Usage(NamedTuple):
-    """The space of a disk and of one file on the disk, in bytes."""
+    """The space of a disk and of a file, in bytes."""
 
     total: int
     #: Available to this process.
@@ -342,7 +342,6 @@ class SpillFile:
         fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags)
 
     def is_cached(self, offset: int) -> bool:
-        """Returns whether the page at ``offset`` is in the page cache; ``False`` if that is unknown."""
         return is_in_page_cache(self.descriptor, offset)
 
     def flush(self) -> None:
