@@ -1,4 +1,4 @@
-"""The contexts of ``Offload``: each ``with`` puts saved-tensor hooks on a thread, and watches while they are on.
+"""The contexts of ``Offload``: each ``with`` puts saved-tensor hooks on a thread, and notes others that hide them.
 
 Contexts of one thread need not nest: with two asyncio tasks, or a generator that holds a ``with`` open, the context
 that was entered first may be left first. A saved tensor belongs to the open context that was entered last.
@@ -9,14 +9,16 @@ entered through ``torch.autograd.graph.saved_tensors_hooks`` (``save_on_cpu`` an
 that are pushed through torch's private functions cannot. A pair that is entered hides saves from a context, unless
 
 1. it is the context's own pair, which some libraries look up and enter again (``torch_remat``), or another of ours;
-2. our hooks are not on top, so that saves go elsewhere without that pair too. Non-reentrant checkpointing puts on hooks
-   that hide tensors it will recompute, by design, and shows its inputs to the hooks around it. A pair inside its
-   function, such as that of ``torch_remat`` for tensors not to be recomputed, hides them from the checkpoint alone;
+2. our hooks are not on top, so that even without that pair saves would not reach them. For example, non-reentrant
+   checkpointing has hooks that by design hide the tensors that it will recompute from ours, and shows us its inputs. A
+   pair inside the checkpointed function, such as that of ``torch_remat`` for tensors not to be recomputed, then hides
+   tensors only from the checkpoint;
 3. it hands its tensors on to our pack hook. That shows when our pack hook is called while another one is on top.
-   Libraries make a pair anew for each use, and some pairs are given nothing, so one pair of a kind that hands on stands
-   for all pairs of that kind in the context.
+   Libraries make a new pair for each use, and some pairs receive no tensor. So as soon as one pair has handed on, all
+   pairs of the same kind in the context count as handing on.
 
-The count of hiding pairs is therefore known when the context is left without an exception.
+A later save may show that a kind hands on. So hiding pairs are counted when the context is left, and only if it is left
+without an exception.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Owner(Protocol):
     config: OffloadConfig
     #: The name of the configuration in compiled graphs.
     config_key: str
-    #: Whether all that may move does, so that nothing stays as the newest, for a budget or by a plan.
+    #: Whether every tensor that may move does move: no newest bytes, budget, policy or plan let some stay.
     moves_all: bool
     #: Decides about a saved tensor, and returns the handle that autograd holds in its place.
     pack: Callable[[Tensor], Any]
@@ -80,13 +82,15 @@ class Handle(Protocol):
 
 
 class Phase:
-    """A call of a pipeline schedule: all that is saved in it is one step, however its microbatches take turns.
+    """A call of a pipeline schedule: all of its saves belong to one step, in whatever order its microbatches run.
 
-    Without that, a rank whose microbatches are one behind the other, as on the last stage, has a step for each.
+    Otherwise a rank that runs each microbatch's backward right after its forward, as the last stage does, would have
+    one step for each microbatch.
     """
 
     def __init__(self, *, is_step: bool) -> None:
-        #: Whether it trains; before its first step a schedule runs each stage to find out shapes: of no further use.
+        #: Whether the call is a training step. Before its first step a schedule runs each stage to find out shapes, and
+        #: no step table is made from that.
         self.is_step = is_step
 
 
@@ -193,7 +197,7 @@ class PackHook:
     """The text that tells compilers of the hook; ``None``: compilers leave it to autograd to call the hook."""
 
     owner: Owner | None = None
-    """Whose hook it is, in a ``with`` or not; ``None``: that of the context that the thread has entered last."""
+    """The ``Offload`` that packs, inside and outside its contexts; ``None``: the one that ``serving`` returns."""
 
     def __init__(self, config_key: str, owner: Owner | None = None) -> None:
         self.config_key = config_key
@@ -255,7 +259,7 @@ def _watching(replaced: Callable[[saved_tensors_hooks], None]) -> Callable[[save
     return enter
 
 
-#: In the method that every `with` of saved-tensor hooks, of any library, calls on entry.
+#: Patches the method that every `with` of saved-tensor hooks, of any library, calls on entry.
 _entering = Patch(saved_tensors_hooks, "__enter__", _watching)
 
 
@@ -272,7 +276,7 @@ class Patches:
     def __init__(self, make: Callable[[], Iterable[Patch]]) -> None:
         self._make = make
         self._patches: list[Patch] | None = None
-        #: Weakly: a thread may end inside of a context.
+        #: Held weakly, because a thread may end while it is in a context.
         self._users: Living[object] = Living()
         self._lock = ForkSafeLock()
 
@@ -296,7 +300,7 @@ class Patches:
                     patch.put_on()
 
     def end(self, user: object) -> None:
-        """Removes a user, and takes the patches off after the last one. Does nothing for another object."""
+        """Removes a user, and takes the patches off after the last one. Does nothing if ``user`` is not a user."""
         with self._lock.lock:
             if self._users:
                 self._users.discard(user)
@@ -315,7 +319,7 @@ class Patches:
             self.end(user)
 
     def _made(self) -> list[Patch]:
-        """Returns the patches."""
+        """Returns the patches; the first call makes them."""
         with self._lock.lock:
             if self._patches is None:
                 self._patches = list(self._make())
@@ -342,7 +346,7 @@ _pipelines: list[Patch] = []
 
 
 def watch_pipelines() -> None:
-    """Has schedules of pipelines, once they are imported, tell their phases while any context is open."""
+    """Once torch's pipeline schedules are imported, patches them to set ``thread.phase`` while any context is open."""
     if not _pipelines and (methods := pipeline_methods()):
         _pipelines[:] = [Patch(kind, name, partial(_phase, is_step=is_step)) for kind, name, is_step in methods]
         patches.add(_pipelines)
@@ -388,9 +392,10 @@ class Context:
 
         ours is entered, theirs is entered, ours is left, theirs is left
 
-    So our hooks are searched for, and the hooks above them are put back. Our hooks are gone if a context of others that
-    was entered before ours was left before ours, and took them off. Then the innermost hooks that belong to no context
-    of ours are taken off in their place. So as many pairs are gone as contexts were left, and none stays for ever.
+    So our hooks are searched for and removed, and the hooks above them stay on. If a context of others was entered
+    before ours and is also left before ours, it has taken off our hooks instead of its own. Then its own are still on,
+    and we take off the innermost hooks that belong to no open context of ours. So each context that is left removes one
+    pair, and no pair stays forever.
     """
 
     def __init__(self, owner: Owner, hooks: HookFunctions) -> None:
@@ -465,7 +470,7 @@ class Context:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Takes the calling thread out of every context, and its saves from all hooks; restores both at the end."""
+    """Takes the calling thread out of every context, and takes all hooks off it; restores both at the end."""
     contexts, hooks = thread.contexts, list[HookFunctions]()
     packed, backwards, nodes = thread.packed, thread.backwards, autograd_sequence()
     was_outside, thread.is_outside = thread.is_outside, True
@@ -497,5 +502,5 @@ def explained_ban(error: BaseException | None) -> OffloadError | None:
 def _explained(error: RuntimeError) -> OffloadError:
     return OffloadError(
         f"torch does not allow saved-tensor hooks here: {error} "
-        "Call the transform outside `with offload:`, or leave the context out around it"
+        "Call the transform outside `with offload:`, or do not use the context around it"
     )

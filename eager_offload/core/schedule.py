@@ -8,19 +8,21 @@ callers perform the copies.
     Windows        limits the bytes in flight, for each direction
 
 [Note: automatic windows]
-A window costs device memory and keeps the link busy. On the simulator, a window of half a tensor makes a step 28 %
-longer, two tensors 4.5 %, four tensors 0.2 %. So ``"auto"`` is
+A larger window needs more device memory, and keeps the link busier. On the simulator, a window of half a tensor makes
+a step 28 % longer, one of two tensors 4.5 %, and one of four tensors 0.2 %. So ``"auto"`` is
 
-1. a small part of the bytes that a step could move,
-2. but at least four times the fourth-largest tensor. One or two larger tensors (e.g. logits and their gradients) do not
+1. an eighth of the bytes that a step could move, limited to 256 MiB or to a 64th of these bytes, whichever is larger;
+2. raised to four times the fourth-largest tensor. The three largest tensors (e.g. logits and their gradients) do not
    count: backward begins with them, so they hardly move;
-3. and at most a larger part of these bytes, and a part of the device's memory.
+3. lowered to a quarter of the movable bytes, and to a sixteenth of the device's memory.
 
-``"auto"`` follows the previous step, even if different kinds of steps alternate. Windows change only when a step
-begins, except in a first step, in which they grow. A forward that saves nothing movable does not count as a step.
+``"auto"`` is derived from the previous step, even if different kinds of steps alternate. The result applies from the
+beginning of a step, except that windows grow during a first step. A forward that saves nothing movable does not count
+as a step.
 
-These windows are upper limits. A step that follows a table of two steps timed on the device has smaller windows: the
-smallest for which nothing waits (``budget.least_windows``). If the step turns out to differ, the limits apply again.
+These windows are upper limits. Once two steps like a table were timed on the device, a step that follows the table has
+smaller windows: the smallest for which nothing waits (``budget.least_windows``). If the step turns out to differ from
+the table, the upper limits apply again.
 """
 
 from __future__ import annotations
@@ -42,15 +44,14 @@ AFTER_CONTEXT = sys.maxsize
 _LARGE_WINDOW, _FIRST_WINDOW = 256 << 20, 64 << 20
 #: The number of tensors that keep a link busy.
 _TENSORS = 4
-#: Parts of the movable bytes: the usual window, the least window of a large step, and the maximum.
+#: Divisors of the movable bytes: for the usual window, for the minimum in a large step, and for the maximum.
 _SMALL_PART, _LARGE_PART, _MOST_PART = 8, 64, 4
-#: The maximum of a window as a part of the device's memory.
+#: Divisor of the device's memory, for the maximum of a window.
 _DEVICE_PART = 16
-#: If only a part of a step moves, at most this many windows of bytes may wait for a later save of their storages. The
-#: program holds these bytes until then anyway, if the step is like its table.
+#: With a controller: how many in-flight windows of bytes may wait for a later save of their storages (otherwise one).
+#: If the step is like its table, the program holds these bytes until that save anyway.
 AWAITED_WINDOWS = 4
 #: The rank of a use that is not expected: far from every other rank.
-#: The rank of a use that is not expected at all: far from that of any other.
 _UNEXPECTED = -sys.maxsize
 
 
@@ -77,7 +78,12 @@ def bounded_window(wanted: int, movable: int, device_bytes: int | None = None) -
 
 
 def first_window(largest: int, device_bytes: int | None = None) -> int:
-    """Returns the window for a step about which nothing is known; ``largest``: of the storages saved so far."""
+    """Returns the window for a step about which nothing is known.
+
+    Args:
+        largest: the ``fourth_largest`` of the storages saved so far.
+        device_bytes: as for ``auto_window``.
+    """
     return max(min(max(_FIRST_WINDOW, _TENSORS * largest), _most_of(device_bytes)), 1)
 
 
@@ -124,7 +130,10 @@ class Windows:
         return self._take(auto_window(movable, largest, self._device_bytes))
 
     def use(self, least: tuple[int, int] | None) -> bool:
-        """Applies the windows of a timed step, or (``None``) the limits again. Returns whether a window changed."""
+        """Applies the ``least`` windows of a timed table, or (``None``) the upper limits again.
+
+        Returns whether a window changed.
+        """
         self.are_least = least is not None
         return self._force(*(least or (self._most, self._most)))
 
@@ -149,7 +158,7 @@ class Windows:
 
 
 class _Waiting:
-    """A queued storage: its size, the memory that it occupies, and the sequence number at the latest pack."""
+    """A queued storage: its size, the bytes that count against the limit, and its latest pack's sequence number."""
 
     __slots__ = ("nbytes", "packed_at", "weight")
     nbytes: int
@@ -158,7 +167,7 @@ class _Waiting:
 
 
 class ResidentQueue:
-    """The newest saved bytes of one thread, oldest first.
+    """The saved storages of one thread that have not left yet, oldest first. It keeps the newest ``limit`` bytes.
 
     [Note: final bytes]
     An operator may save a tensor first and fill it afterwards, without a version bump (``F.rrelu`` saves its noise). A
@@ -167,9 +176,9 @@ class ResidentQueue:
 
     [Note: the last save]
     A copy serves the saves that were made before it started, but no later save: [Note: sharing] in ``eager/saves.py``.
-    An early start frees nothing if the storage is saved again, because that tensor holds the storage until then. So a
-    storage stays until another storage is saved. If a table shows that the storage is saved again after that, it stays
-    until its last save.
+    If the storage is saved again, an early start frees nothing: the program holds the storage until it saves it again.
+    So a storage stays at least until another storage is saved. If a table shows that it is saved again even later, it
+    stays until its last save.
     """
 
     def __init__(self, limit: int) -> None:
@@ -178,7 +187,7 @@ class ResidentQueue:
         #: For the thread's current step: bytes of the movable storages, and the ``fourth_largest`` of them.
         self.movable = self.largest = 0
         self._most: list[int] = []  # a heap of the largest of them
-        #: Nothing is due up to this sequence number; callers ask ``due`` with a later one.
+        #: Nothing is due at sequence numbers up to this one, so callers need not call ``due`` there.
         self.final_after = AFTER_CONTEXT
         # OrderedDict: to find its first entry, a `dict` walks over all entries that were deleted before it.
         self._waiting: OrderedDict[Key, _Waiting] = OrderedDict()
@@ -208,7 +217,7 @@ class ResidentQueue:
         Args:
             packed_at: the thread's autograd sequence number, or ``AFTER_CONTEXT``.
             urgent: whether the storage leaves as soon as it is final, however new it is.
-            weight: the bytes of memory that it occupies, if fewer than ``nbytes``.
+            weight: the bytes that count against ``limit``; by default ``nbytes``.
             last_save: the number of the save that it waits for.
             is_new: whether to count the storage in this step's ``movable`` and ``largest``.
             rests: whether the storage is exempt: it stays and occupies no room in the queue.
@@ -304,7 +313,7 @@ class ResidentQueue:
 
 
 class Rate:
-    """The common rate of one direction's latest timed transfers, without the slowest quarter.
+    """The average rate of one direction's latest timed transfers, without the slowest quarter.
 
     First copies may be slow, e.g. because their memory had to be allocated.
     """
@@ -352,7 +361,8 @@ class Use:
     __slots__ = ("following", "nbytes", "rank", "storage", "unpacked_in", "unpacks")
     storage: Stored
     nbytes: int
-    #: The use expected after this one, and this one's place: ranks fall along the order.
+    #: The use that is expected after this one, and this one's place in the order: each use has a higher rank than the
+    #: next one.
     following: Use | None
     rank: int
     #: The number of unpacks, and the backward of the latest one: with ``retain_graph`` there may be several.
@@ -361,7 +371,7 @@ class Use:
 
 
 class StepUses:
-    """The uses of one step by number of save, expected in reverse order of packing until they are arranged."""
+    """The uses of one step, by number of save; expected in reverse order of packing, until ``arrange`` is called."""
 
     __slots__ = ("by_number", "count", "expected", "first", "is_unpacked")
 
@@ -421,28 +431,30 @@ class PrefetchOrder:
     Every save is a *use* of a storage. The uses ahead whose storages have at most ``limit`` bytes together are
     *promised*: their storages are resident, or on their way back.
 
-        packed     1  2  3  4  5  6  7  8  9          unpacked: 9, 8, then 7
-                      ^     [promised]  ^
-                    next    4     6     7
+        packed     1  2  3  4  5  6  7  8  9          unpacked: 9, 8, and now 7
+                         ^  [-----]  ^
+                       next promised now
 
     1. A storage that several uses share counts once, and stays as long as one of its uses is promised. A storage
        larger than the limit may be promised alone, as it may leave alone: otherwise every large storage would stop the
        look-ahead, and come late. With a limit of 0 nothing is promised.
-    2. The look-ahead continues from its last position, so its cost for each unpack is constant. It skips dead storages
-       and uses that this backward has unpacked; if the order is unknown, also uses that were unpacked as often.
-    3. With ``retain_graph`` a use may be unpacked again. It is then *held*: it stays promised unless an earlier use
-       needs the room. The most recently held use is dropped first.
-    4. The order is a hint. A use that was not promised is brought back at once, and the look-ahead restarts from there.
-       Overdue promises are dropped when their room is needed.
-    5. If backward's order is unpredictable, dropping causes repeated reloads. So after some more misses (unpacks far
-       from the expected use) than hits, nothing is dropped any more: a promise lasts until the unpack, and free room is
-       filled with storages not yet unpacked. This ends after as many hits, or when a better order is known.
+    2. The look-ahead continues from its last position, so on average its cost per unpack is constant. It skips dead
+       storages, and uses that this backward has unpacked. If the order is unknown, it also skips uses that were
+       unpacked at least as often as the use that is unpacked now.
+    3. With ``retain_graph`` a use may be unpacked again. It is then *held*: it stays promised unless a use ahead needs
+       the room. The most recently held use is dropped first.
+    4. The order is a hint. If backward unpacks a use that was not promised, the caller brings it back at once, and the
+       look-ahead restarts from there. Overdue promises are dropped when their room is needed.
+    5. If backward's order is unpredictable, dropping causes repeated reloads. So once misses (unpacks far from the
+       expected use) outnumber hits by ``MISSES``, the order counts as unknown, and overdue promises are not dropped: a
+       promise lasts until the unpack, and free room is filled with storages not yet unpacked. This ends when hits have
+       made up for the misses, or when a new order is set.
     """
 
-    #: The number of unpacks by which a promise may be late before it is dropped (an operator unpacks its saves in any
-    #: order), and of unpacked uses that the look-ahead skips in one unpack.
+    #: How many unpacks a promise may be overdue before it may be dropped (an operator unpacks its saves in any order).
+    #: Also the number of unpacked uses at which the look-ahead stops in one unpack.
     PATIENCE = 16
-    #: The surplus of misses after which the order is unknown, and the distance from the expected use that is a hit.
+    #: The surplus of misses at which the order is unknown, and the largest distance from the expected use of a hit.
     MISSES, NEAR = 4, 2
 
     def __init__(self, limit: int) -> None:
@@ -455,7 +467,7 @@ class PrefetchOrder:
         self._due: OrderedDict[Use, int] = OrderedDict()  # promised uses, and the unpack by which each is expected
         self._held: OrderedDict[Use, None] = OrderedDict()  # promised uses that were unpacked already
         self._next: Use | None = None  # the position of the look-ahead
-        self._lost = False  # whether the order has changed since
+        self._lost = False  # whether the order has changed since the last unpack, so that `_next` is outdated
         self._misses = 0
         self._order_unknown = False
 
@@ -474,9 +486,11 @@ class PrefetchOrder:
         self._misses, self._order_unknown = 0, False
 
     def on_unpack(self, uses: StepUses, use: Use, backward: int, *, again: bool = False) -> Prefetch:
-        """Looks ahead from ``use``, one of ``uses``, which backward number ``backward`` unpacks now.
+        """Looks ahead from ``use``, which is unpacked now; returns the storages to bring back and to drop.
 
         Args:
+            uses: the uses of the step to which ``use`` belongs.
+            backward: the number of the backward that unpacks it.
             again: whether ``use`` may be unpacked again, so that it is held if there is room.
         """
         self.unpacks += 1
@@ -491,7 +505,8 @@ class PrefetchOrder:
             uses.expected, uses.is_unpacked = following, True
         given_up = use if use in self._due else None
         if given_up is None and use is not self._next and use is not _living(self._next):
-            for other, due in self._due.items():  # promised along another order: due now, so that they are late soon
+            # The other promises were made along another order. Make them due now, so that they are soon overdue.
+            for other, due in self._due.items():
                 self._due[other] = min(due, self.unpacks)
         if self._lost or given_up is None:
             self._next = following

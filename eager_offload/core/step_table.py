@@ -15,24 +15,25 @@ first out-of-order unpack, reverse order of saves is assumed. Whether a tensor m
 was modified is checked in every step. So a wrong table costs time, and changes no bit.
 
 [Note: sizes that vary]
-Some sizes may differ in every step (e.g. of experts to which a router sends other tokens). Then each step would get a
-table of its own, and no table would be used twice. To prevent that:
+Some sizes may differ in every step (e.g. in a mixture of experts, where each expert's number of tokens varies). Then
+each step would get a table of its own, and no table would be used twice. To prevent that:
 
 1. Two steps are similar if they have equally many saves, which differ only in sizes, and at least an eighth of the
    sizes are equal.
 2. If the tables are full of similar tables that were seen once each, the next similar step updates the latest table,
    and the saves that differ are marked as varying. (A few sizes that alternate keep a table each.)
-3. A step whose varying save has another size gets no decision for that save, and continues in the table.
+3. If a varying save has another size than in the table, the step gets no decision for that save, and continues to
+   follow the table.
 
-With a controller each combination of sizes has a table, because it has a fraction of its own.
+With a controller each combination of sizes keeps its own table, because the controller sets a fraction for each.
 
 [Note: choosing a fate]
     MOVE     backward needed it after a round trip would have finished: the copy starts as soon as the bytes are final
     STAY     backward needed it sooner: it stays while it is among the newest bytes. If a step saves hardly more than
              may stay anyway, all of it stays
-    REST     by the device's timing backward needed it before a copy could finish: it always stays
+    REST     steps timed on the device show that backward needed it before a copy could finish: it always stays
     KEEP     the program still referenced its storage at unpack, so moving it would free nothing
-    SHARE    its bytes belong to an earlier save, which waits for the last save of its storage
+    SHARE    its storage belongs to an earlier save, whose copy out waits for the last save of that storage
 With a budget, or if only hidden copies are allowed, ``core/budget.py`` chooses instead: see ``KnownTable.share``.
 """
 
@@ -59,17 +60,18 @@ from eager_offload.tiers.forking import FinalizerRecord
 _MOST_TABLES = 8
 #: Likewise with a controller, for which an unknown step is costly: it moves everything.
 _MOST_CONTROLLED = 64
-#: A table is dropped after so many mismatching steps in a row.
+#: A table is dropped after this many mismatching steps in a row.
 _MOST_MISSES = 3
-#: With ``step_tables="auto"`` a step follows a table after so many matching steps.
+#: With ``step_tables="auto"``, a table is followed once this many steps have matched it.
 _ALIKE = 3
 #: Every 16th step moves the kept storages too, to check whether the program still references them.
 _LOOK_AGAIN = 16
 #: The number of steps after which a table's steps are timed again.
 _TIME_AGAIN = 64
-#: Similar steps have equal sizes in one of so many saves: see [Note: sizes that vary].
+#: In similar steps at least one save in this many is equal: see [Note: sizes that vary].
 _SAME = 8
-#: Most saves of one step: a context that is never left, with a graph that is never used up, would fill the memory.
+#: Most saves of one step. Without this limit, the log of a context that is never left, and whose graph is never used
+#: up, would grow forever.
 _MOST_SAVES = 1 << 16
 
 
@@ -77,7 +79,7 @@ class Fate(StrEnum):
     """The decision on a saved tensor: see [Note: choosing a fate]."""
 
     KEEP = "keep"
-    """It stays, for a reason."""
+    """It stays, for the reason in ``Row.reason``."""
     SHARE = "share"
     """It shares the storage of an earlier save."""
     MOVE = "move"
@@ -98,7 +100,7 @@ Facts: TypeAlias = tuple[int, int, bool, int]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One saved tensor of a step that may move."""
+    """The decision on one save of a step."""
 
     nbytes: int
     """Bytes of the tensor as saved."""
@@ -116,10 +118,10 @@ class Row:
 
 @dataclass(frozen=True)
 class StepTable:
-    """The saves of a step that may move, and the order in which backward unpacks them. ``print`` shows a table.
+    """The decision on each logged save of a step, and the order in which backward unpacks them. Can be printed.
 
-    ``rows`` are in the order of packing. ``order`` has the indices of rows in the order of unpacking, twice if a tensor
-    is unpacked again (e.g. by a backward in two halves).
+    ``rows`` are in the order of packing. ``order`` has the indices of rows in the order of unpacking; an index occurs
+    twice if its tensor is unpacked again (e.g. by a backward in two halves).
     """
 
     rows: tuple[Row, ...]
@@ -162,7 +164,7 @@ def _shown(number: int, row: Row) -> tuple[str, str, str]:
 
 
 class StepLog:
-    """The saves and unpacks of one step; lists are indexed by save."""
+    """The saves and unpacks of one step. ``facts``, ``packed_at`` and ``ahead`` have an entry for each save."""
 
     __slots__ = (
         "ahead",
@@ -195,12 +197,14 @@ class StepLog:
         self.alive: set[int] = set()
         #: Saves whose storages move first under a budget (e.g. inputs of checkpoints).
         self.first: set[int] = set()
-        #: The table that it was like, from its first save to its last ask; ``None`` where it was like none.
+        #: The table that the step follows, or followed until its end; ``None`` if it matches none (any more).
         self.known: KnownTable | None = None
         #: The table that was made from this log.
         self.derived: KnownTable | None = None
-        #: The fraction that a controller set for the step; ``None`` if the step matched no table.
+        #: The fraction that a controller set for the step; ``None`` without a controller, or if the step began like a
+        #: table and then differed from all tables.
         self.fraction: float | None = None
+        #: Whether the first save matched a table.
         self.is_known = False
         #: Movable bytes that stayed because of the table.
         self.kept = 0
@@ -219,8 +223,8 @@ class StepLog:
 
         Args:
             saved, asked: the time of each save and of its first unpack, by number, in seconds.
-            link: ``None`` if no transfer was timed (e.g. in a captured step): saves and unpacks are then assumed to
-                follow each other once a second.
+            link: ``None`` if no transfer was timed (e.g. in a captured step). Then saves and unpacks are assumed to be
+                one second apart.
         """
         if link is None:
             saved = {number: float(number) for number in range(len(self.facts))}
@@ -296,7 +300,8 @@ class Times(NamedTuple):
     """The times of a step's storages, in seconds, and the bandwidth; storages are named by their first save."""
 
     final: Mapping[int, float]
-    """When each storage was final: when the next storage was saved after its last save."""
+    """When each storage became final: at the next save of a new storage after its own last save, or (if there is none)
+    when backward began."""
     asked: Mapping[int, float]
     """When each storage was first unpacked, in the order of unpacking."""
     turn: float
@@ -340,12 +345,14 @@ class KnownTable:
         self.times = self.misses = 0
         #: The state of a controller for steps like this.
         self.kind = StepClass()
-        #: The times of the second step, since the first may have compiled kernels and allocated memory.
+        #: The times of the first matching step, then of the second (the first may have compiled kernels and allocated
+        #: memory), then of the faster of two steps that were timed on the device.
         self.seen: Times | None = None
         #: The first of two steps that are timed on the device.
         self.timed: Times | None = None
-        #: From two timed steps: the number of steps until then, the smallest windows, and the saves that always stay.
+        #: Whether two steps have been timed on the device, and how many had matched by then.
         self.is_timed, self._timed_after = False, 0
+        #: From these two steps: the smallest windows, and the saves that always stay.
         self.least: tuple[int, int] | None = None
         self.in_vain: frozenset[int] = frozenset()
         self._shared: tuple[float, StepTable, int] | None = None
@@ -353,7 +360,7 @@ class KnownTable:
         self.take(table)
 
     def take(self, table: StepTable, seen: Times | None = None) -> None:
-        """Replaces the table by ``table``, for the same saves, and the times if there were fewer than two steps."""
+        """Replaces the table by ``table``, for the same saves, and (up to the second step) the times by ``seen``."""
         if self.times < 2:
             self.seen = seen
         if self.times < 2 or self.table.rows != table.rows:
@@ -543,7 +550,7 @@ def check_alike(before: StepScript, after: StepScript) -> None:
 
 def mismatch(where: str, one: str, other: str, before: str, after: str) -> ScheduleMismatchError:
     return ScheduleMismatchError(
-        f"a captured step must do the same in every warm-up and in the capture, and differs first at {where}: "
+        f"a captured step must do the same in every warm-up and in the capture, but this one differs first at {where}: "
         f"{before} {one}, {after} {other}. It must not depend on tensor values, step counters or random numbers"
     )
 
@@ -619,7 +626,11 @@ class StepTables:
         return fraction
 
     def missed(self, known: KnownTable, what: str) -> None:
-        """Counts a step that differed, by ``what``, from the table that it followed and from all others."""
+        """Counts a step that differed from ``known``, the table that it followed, and that matches no other table.
+
+        Args:
+            what: the kind of difference, a key of ``stats().table_misses``.
+        """
         misses = self._accounts.counters.table_misses
         misses[what] = misses.get(what, 0) + 1
         known.misses += 1
@@ -760,7 +771,7 @@ class Step:
                 if self.strict is not None:
                     self.strict(log, True)
             return None
-        if not log.unpacks:  # the first; further saves may follow
+        if not log.unpacks:  # the step's first unpack; further saves may follow
             log.before_backward = len(log.facts)
             # As backward begins, the number of saves tells tables with the same prefix apart.
             facts = log.facts
@@ -802,6 +813,6 @@ class Step:
         self.table = None if known is None else self._tables.table_of(known)
         tables = self._tables
         self.stays = known is not None and tables.controller is None and known.table.movable_bytes <= tables.room
-        # Not in a captured step, whose replays would all move the kept storages.
+        # A captured step does not look again, because all of its replays would move the kept storages.
         again = known is not None and (known.times + 1) % _LOOK_AGAIN == 0
         self._looks_again = again and not self._tables.is_frozen

@@ -6,9 +6,9 @@ Everything else, e.g. the schedule, references a ``SavedStorage`` weakly, by its
 view, the storage's slot and memory are returned. No phase is tracked, no count has to reach zero, and entering a
 context clears nothing.
 
-A handle never holds the tensor that pack received: an output's ``grad_fn`` owns the handle, and the garbage collector
-cannot see this cycle through C++. ``tensor.detach()`` shares bytes and version counter, and has no ``grad_fn``. A leaf
-has none either, so a kept leaf is held itself.
+A handle must not hold a tensor with a ``grad_fn``: the ``grad_fn`` of an output may own the handle, and the garbage
+collector cannot see this cycle through C++. So a handle holds ``tensor.detach()``, which shares bytes and version
+counter and has no ``grad_fn``. A leaf has none either, so a leaf that is kept is held itself.
 """
 
 from __future__ import annotations
@@ -216,15 +216,16 @@ class SavedStorage:
         #: The step of the save, the save's number in the step, and the number of the first save of the same storage.
         self.step = step
         self.number = self.first = number
-        #: The compute stream noted at pack: reload targets are allocated on it.
+        #: The stream that was current at pack. Reload targets for it, and for prefetches, are allocated on it.
         self.stream = stream
-        #: An alias of the source for each view, until the source is freed. Then the views alone hold them, without
-        #: bytes, as version counters.
+        #: An alias of the source for each view. When the source is freed, the list is cleared, and each view goes on
+        #: holding its own alias, without bytes, as a version counter.
         self.aliases: list[Tensor] = []
         #: The tensor whose version counter the views share.
         self.root: Callable[[], Tensor | None] = weakref.ref(tensor if (base := base_of(tensor)) is None else base)
         self.started: CopyStart | None = None
-        #: How many times this storage was saved as a new one, because its bytes might have changed in between.
+        #: How many ``SavedStorage`` objects the same bytes have had so far, with this one: a further save makes another
+        #: one if the bytes might have changed in between.
         self.times_saved = 1
         #: Whether a later save made another ``SavedStorage``, which may keep this one's source alive.
         self.saved_anew = False
@@ -311,7 +312,7 @@ class SavedView:
         """
         saves = self.storage.saves
         offloader, moves, readings = saves.offloader, saves.moves, saves.keeping.readings
-        if offloader.can_capture or offloader.lock._is_owned():  # else no call is refused
+        if offloader.can_capture or offloader.lock._is_owned():  # otherwise `refuse_call` would do nothing
             offloader.refuse_call("backward asked for a tensor that was offloaded")
         if version_of(self.alias) != self.version:  # as autograd's own check, which hooks switch off
             raise modified(self.alias, self.size, self.version)
@@ -381,7 +382,7 @@ def modified(counter: Tensor, size: torch.Size, expected: int) -> SavedTensorMod
 
 @cache
 def without_bytes(dtype: torch.dtype, device: torch.device, conj: bool = False, neg: bool = False) -> Tensor:
-    """Returns an empty tensor. Its ``.data`` is a new tensor in half the time of ``torch.empty``.
+    """Returns a cached empty tensor. Reading its ``.data`` makes a new empty tensor, faster than ``torch.empty`` does.
 
     Args:
         conj, neg: the lazy bits. Third-party devices require equal bits in ``tensor.data = ...``.

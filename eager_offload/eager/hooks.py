@@ -1,4 +1,4 @@
-"""Pack and unpack: what autograd calls for every saved tensor."""
+"""The pack hook, which autograd calls for every tensor that it saves."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from eager_offload.torch_private.memory import storage_of, version_of
 #: What autograd holds in place of a saved tensor.
 Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor
 
-#: Reasons of kept tensors that add no device memory, or an unknown amount.
+#: Reasons for which a kept tensor adds no device memory, or an unknown amount: the stats do not follow these tensors.
 _UNTRACKED = frozenset({KeepReason.PARAMETER, KeepReason.DEVICE, KeepReason.LAYOUT})
 
 _sequences = itertools.count(1)
@@ -58,11 +58,12 @@ class ThreadState:
     def __init__(self) -> None:
         #: Identifies the thread's current step.
         self.sequence = next(_sequences)
-        #: Tensors packed in the step; 1 if unknown, because the ``Offload`` was closed during the step.
+        #: Tensors packed in the step. It starts at 1 because the number is unknown if the ``Offload`` was closed during
+        #: the step; ``begin`` sets it to 0.
         self.packed = 1
         self.queues: dict[SavedTensors, ResidentQueue] = {}
         self.steps: dict[SavedTensors, Step] = {}
-        #: The hooks that replace these while a step is captured.
+        #: While a step is captured: the hooks that replace the ``Hooks`` to which this state belongs.
         self.captured: Hooks | None = None
 
     def begin(self) -> None:
@@ -121,7 +122,7 @@ class Hooks:
         self._accounts = accounts
         self._offloaders = offloaders
         self._saves: dict[torch.device, SavedTensors] = {}
-        #: The user's plan: the fraction of the movable bytes of each step with a table.
+        #: By the user's plan: the fraction of the movable bytes that moves in each step with a table.
         self.fraction: float | None = None
         self._threads = _Threads()
 
@@ -140,7 +141,7 @@ class Hooks:
             self._saves = {device: one for device, one in self._saves.items() if not one.offloader.is_crashed}
 
     def serve(self, saves: SavedTensors) -> None:
-        """Makes ``saves`` receive the saves on its device."""
+        """Registers ``saves`` as the saved tensors of its device."""
         self._saves[saves.device] = saves
 
     def saved_tensors(self, device: torch.device) -> SavedTensors | KeepReason:
@@ -164,7 +165,7 @@ class Hooks:
         """Returns the handle of a saved tensor. Autograd calls this hook while it records the operator.
 
         Args:
-            is_unseen: whether modes, profiler and ``__torch_function__`` are already disabled.
+            is_unseen: whether modes, ``__torch_function__`` and the profiler were dealt with already.
             packed_at: the sequence number of the operator that may still fill the tensor; ``None``: the current one.
         """
         if not is_unseen:
@@ -206,7 +207,7 @@ class Hooks:
                 else:
                     reason = saved
         elif reason is KeepReason.SMALL and thread.queues:
-            packed = self._share(tensor, thread)
+            packed = self._share(tensor, thread, packed_at)
         elif reason is KeepReason.LAYOUT:
             packed = pack_wrapper(tensor, self.pack, self._accounts)
         if packed is None:
@@ -226,7 +227,7 @@ class Hooks:
         changes = allowing_changes()
         with without_caller_modes(), without_torch_function():
             packed = self.pack(tensor, is_unseen=True, packed_at=packed_at)
-            assert not isinstance(packed, ChangeableTensor), "made here alone"
+            assert not isinstance(packed, ChangeableTensor), "only this method makes one"
             return packed if changes is None else ChangeableTensor(tensor, packed, changes)
 
     def hold(self, tensor: Tensor) -> Packed:
@@ -261,7 +262,7 @@ class Hooks:
         held = detached_for_keeping(tensor)
         handle = KeptTensor(held, version_of(tensor), reason)
         is_followed = reason not in _UNTRACKED
-        if reason is KeepReason.SMALL:  # follow only views that keep a large storage alive
+        if reason is KeepReason.SMALL:  # the stats follow only small views that keep a large storage alive
             storage = storage_of(tensor) if tensor._is_view() else None
             is_large = storage is not None and storage.nbytes() >= max(self._min_bytes, 1)
             is_followed = is_large and not is_parameter(tensor)
@@ -273,14 +274,17 @@ class Hooks:
                 counters.note_live()
         return handle
 
-    def _share(self, tensor: Tensor, thread: ThreadState) -> SavedView | None:
-        """Shares the offloaded storage of a small view: a kept view would keep the whole storage on the device."""
+    def _share(self, tensor: Tensor, thread: ThreadState, packed_at: int | None) -> SavedView | None:
+        """Returns a handle that shares the offloaded storage of a small view, or ``None`` if the view is to be kept.
+
+        A kept view would keep the whole storage on the device.
+        """
         if marks.inside.has_to_stay(self._is_limited):
             return None
         for saves, queue in list(thread.queues.items()):  # a copy: the garbage collector may call a hook here
             step = thread.step_of(saves)
             if saves.may_know(tensor, step):
-                return saves.share(tensor, queue, autograd_sequence(), step)
+                return saves.share(tensor, queue, autograd_sequence() if packed_at is None else packed_at, step)
         return None
 
 

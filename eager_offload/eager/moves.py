@@ -98,7 +98,7 @@ class Moves:
             else:
                 transfer = Transfer(slot, area.nbytes + area.moved, counters, record)
                 offloader.add_resident(area.moved, transfer)
-                # Keepalive: the stream may gather only after the handle, and with it the source, has died.
+                # The handle, and with it the source, may die before the stream has run the gather. Hold the source.
                 offloader.offload(gathered, slot, saved.stream, transfer, keepalive=storage, key=record.key)
             record = following
         return None
@@ -200,8 +200,8 @@ class Moves:
     def hold_source(self, saved: SavedStorage, transfer: Transfer) -> None:
         """Keeps the source of an offloaded storage that is promised, in place of a reload.
 
-        A storage that was saved again as a new one is left out: the new save would be taken for a storage that the
-        program keeps alive.
+        Does nothing if a later save made another ``SavedStorage`` of the same source: at the unpack of that save, the
+        source would be alive, and would be taken for a storage that the program still references.
         """
         if saved.target is None and not saved.footprint.gathered and not saved.saved_anew:
             self._hold(saved, saved.source_bytes(), transfer.event, is_source=True)
@@ -214,7 +214,7 @@ class Moves:
             return view.alias.detach() if original is None else original
         storage, first_byte, nbytes = saved.origin(), saved.footprint.start, saved.footprint.nbytes
         if storage is not None and storage.nbytes() >= first_byte + nbytes:
-            # Count whole storages alone: other saved parts may keep the storage of a part alive.
+            # Note only whole storages as alive: the storage of a part may be alive because of other saved parts.
             is_new = not (saved.record.asked or saved.saved_anew) and saved.target is None
             if is_new and saved.footprint.whole:
                 saved.step.log.alive.add(saved.first)
@@ -249,7 +249,7 @@ class Moves:
                 continue
             if saved.returned is not None and saved.returned.storage() is not None:
                 target = None if saved.footprint.gathered else saved.returned_bytes()
-                if target is not None:  # a node owns it and would free it
+                if target is not None:  # only autograd owns it, and would free it before its next use
                     self._hold(saved, target, saved.returned.event)
                 continue
             assert saved.slot is not None

@@ -27,12 +27,14 @@ from eager_offload.marks import Mark
 from eager_offload.stats import KeepReason
 from eager_offload.torch_private.memory import base_of, storage_key, version_of, weak_storage
 
-#: A storage that is saved again after its copy has started (e.g. a mask, by each layer) becomes a new saved storage: it
-#: may have been written in between. After this many times the program evidently holds it during forward. So the last
-#: copy waits for the end of forward, and later saves share it, or are kept, because moving them would free nothing.
+#: If a storage is saved again after its copy has started (e.g. a mask, by each layer), it gets a new ``SavedStorage``,
+#: because it may have been written in between. After this many of them, the program evidently holds the storage during
+#: forward, and moving it earlier would free nothing. So the last copy waits until the context exits. Later saves share
+#: that copy, or are kept if they cannot share it.
 _MOST_TIMES = 3
 
-#: Bytes; of larger storages, only the pages that were touched count in the queue.
+#: Bytes: of storages of this size or more, only the memory that they occupy (on a CPU, the pages that were touched)
+#: counts in the queue.
 _LARGE = 16 * MIB
 
 
@@ -134,7 +136,7 @@ class SavedTensors:
         except (NotImplementedError, RuntimeError):  # a wrapper without bytes, inside a transform
             return KeepReason.LAYOUT
         if not address or address % tensor.itemsize:
-            return KeepReason.LAYOUT  # zeros without memory, or an address that no reload could have
+            return KeepReason.LAYOUT  # a `ZeroTensor` has no memory; a reload cannot have an unaligned address
         try:
             # The lock guards tables, queue and counters; the host waits only after it is released.
             with offloader.lock:
@@ -168,7 +170,7 @@ class SavedTensors:
                     self.keeping.use(step.log.known)
                 if known is not None:
                     known.saved_anew = True
-                    if known.record.queue is queue:  # on another stream
+                    if known.record.queue is queue:  # its copy has not started: this save is on another stream
                         queue.on_resave(known.record, number)
                 if row is not None and row.fate is Fate.KEEP:
                     if mark is not Mark.PREFER:
@@ -191,11 +193,13 @@ class SavedTensors:
                 last_save = None if row is None or row.last_save < 0 else row.last_save
                 is_controlled = row is not None and self.tables.controller is not None
                 if last_save is not None:
-                    # With a controller, bytes that move twice would exceed its fraction.
+                    # A storage that does not wait moves again after its next save. With a controller, these bytes would
+                    # exceed its fraction, so more bytes may wait.
                     most = self._windows.inflight * (AWAITED_WINDOWS if is_controlled else 1)
                     if queue.awaiting_bytes + area.nbytes > most:
                         last_save = None
-                # A workspace that a kernel uses in part has, and frees, only the memory of that part.
+                # A kernel may use only a part of a workspace. On a CPU the workspace occupies only that part's memory,
+                # and moving it frees no more.
                 weight = runtime.memory_of(storage) if area.whole and area.nbytes >= _LARGE else None
                 moves = row is not None and row.fate is Fate.MOVE and not step.stays
                 if row is not None and step.stays and offloader.resident_bytes + area.nbytes <= self.tables.room:
@@ -300,15 +304,17 @@ class SavedTensors:
         """Returns whether the copy of ``saved`` has, or will have, the bytes that ``tensor`` must have at its unpack.
 
         [Note: sharing]
-        Autograd saves by reference: unpack may return the bytes of the save or later ones, and writes may be invisible
-        (``.data``, NumPy and other libraries' kernels change no version). So:
+        Autograd saves by reference, so it is correct for unpack to return the bytes as they were at the save or later.
+        Writes may be invisible (``.data``, NumPy and other libraries' kernels change no version). So:
 
         1. A kept storage serves every save.
-        2. A copy that has started serves earlier saves only, and a later save makes a new saved storage. The exception
-           is a save of the same version by the operator whose save started the copy: nothing ran in between.
-        3. A copy that has not started serves saves on the stream that it will be ordered after. If the bytes change
-           until then, the version of the earlier save has changed too, and its unpack raises. A tensor that does not
-           require grad may still be filled, so its save postpones the copy, which only the thread of the queue can do.
+        2. A copy that has started serves earlier saves only; a later save makes a new ``SavedStorage``. The exception
+           is a tensor that requires grad and that is saved in the same version by the operator during whose save the
+           copy started: nothing ran in between.
+        3. A copy that has not started serves saves on the stream that it will be ordered after. If the bytes have been
+           written between two saves, the version has changed too, and the unpack of the earlier save raises. A tensor
+           that does not require grad may still be filled, so its save has to postpone the copy. Only the thread of the
+           queue can do that; other threads share the copy only for tensors that require grad.
         """
         if saved.record.state is KEPT:
             return True

@@ -113,7 +113,7 @@ class DeviceOffloader(Transfers):
     def go_on(
         self, shortage: Shortage | None, start: Callable[[ReservedSlot | None], Shortage | None], *, waits: bool = True
     ) -> None:
-        """Waits until queued copies out can start, and starts them. Other threads may take the room first.
+        """Waits until due copies out can start, and starts them. Waits again if another thread takes the room first.
 
         Args:
             start: starts copies, with the lock held and the slot reserved for the first; returns the next shortage.
@@ -131,10 +131,10 @@ class DeviceOffloader(Transfers):
     def wait_for_room(self) -> bool:
         """Waits, without the lock, until the oldest copy out is over.
 
-        [Note: a full window] The host waits, and the source is released when the event has completed. Releasing the
-        source as soon as its allocating stream waits for the event would spare the host the wait. But that stream may
-        not be the stream that was current at pack (e.g. for a batch that another stream loaded), and the allocator
-        would then reuse the block too early.
+        [Note: a full window] The host waits, and the source is released when the event has completed. The host need not
+        wait if the stream on which the source was allocated waited for the event instead: the source could then be
+        released at once. But the library knows only the stream that was current at pack, which may be another one (e.g.
+        for a batch that another stream loaded), and the allocator would then reuse the block too early.
 
         Returns:
             ``False`` if the copy belongs to the parent of a forked process, and will never end here.
@@ -149,9 +149,12 @@ class DeviceOffloader(Transfers):
             return oldest not in self._out
 
     def send_one(self, stays: Callable[[CountedBytes], bool]) -> None:
-        """Releases one source that is leaving and that ``stays`` does not select, as backward unpacks a tensor.
+        """In captured steps and their warm-ups: copies out the oldest queued source, and releases it.
 
-        Does nothing except in captures: otherwise each source is released when its copy is over.
+        Called when backward unpacks a tensor. Does nothing here: a source is released when its copy is over.
+
+        Args:
+            stays: selects the sources that must not be released, because backward needs them soon.
         """
 
     def wait(self, transfer: Transfer, stream: Stream | None, what: str, *, fills_window: bool = False) -> None:
@@ -199,7 +202,7 @@ class DeviceOffloader(Transfers):
         finally:
             returned = runtime.moment(None)
             seconds = runtime.seconds_between(called, returned)
-            assert seconds is not None, "the host's moments have come"
+            assert seconds is not None, "moments of the host have always passed"
             after = None if before is None else runtime.moment(compute)
             if runtime.has_one_stream:  # compute is the host
                 before, after = called, returned
@@ -262,7 +265,8 @@ class DeviceOffloader(Transfers):
             drop: drops prefetched bytes, with the lock held.
         """
         with self._counting_wait(None):
-            self.wait_until_left()  # before `drop`: an awaited storage becomes resident when its copy completes
+            # Before `drop`, because the source of a promised storage is held as resident when its copy out completes.
+            self.wait_until_left()
             with self.lock:
                 self.poll()
                 drop()

@@ -11,10 +11,11 @@ A copy cannot be cancelled once a transfer stream has it. If the stream had all 
 link would keep sources alive that backward has already used, and the device's peak would exceed the peak without
 offload. So the offloader gives a stream only:
 
-1. two copies (``_ALWAYS``), and two more for each further disk: one that runs, and one that starts as soon as the first
-   is over. The host hands over the next copy only at the next save; the link would be idle until then;
-2. more copies, as many as the link carries in ``_AHEAD_SECONDS``, if their bytes are a small part of the memory held
-   anyway (``_AHEAD_PART``).
+1. two copies (``_ALWAYS``): one that runs, and one that starts as soon as the first is over. Otherwise the link would
+   be idle until the next save, at which the host hands over the next copy;
+2. more copies, as many as the link carries in ``_AHEAD_SECONDS``, if their bytes are a small part (``_AHEAD_PART``) of
+   the bytes that autograd would hold without offload;
+3. on some runtimes, more copies as long as all copies together have no more than ``given_bytes`` bytes.
 
 The other copies wait in the offloader, ordered by an event that is recorded at once. They are cancelled if backward
 needs their bytes or their graph dies. On a CPU a transfer stream is a thread, which takes the next copies by itself
@@ -83,7 +84,7 @@ class ReservedSlot:
 class Transfers:
     """The transfers of one device, in both directions. Methods require the lock and never wait or acquire it."""
 
-    #: Whether they are those of a step of which a graph is captured: see ``captured.py``.
+    #: Whether these are the transfers of a captured step, or of a warm-up for one: see ``captured.py``.
     is_captured: ClassVar[bool] = False
 
     def __init__(
@@ -128,7 +129,10 @@ class Transfers:
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        """Takes the accounts' new lock (they are forked first), and drops the queued copies: the parent makes them."""
+        """Takes over the accounts' new lock, and drops the queued copies, which the parent makes.
+
+        The accounts were created earlier, so their ``after_fork`` has run already.
+        """
         self.lock = self.accounts.lock
         for transfer in list(self._queued):
             self.cancel(transfer)
@@ -151,13 +155,14 @@ class Transfers:
         return self.runtime.transfer_stream(self.device, direction)
 
     def slot_for(self, nbytes: int, found: ReservedSlot | None) -> Slot | Shortage | None:
-        """Returns a slot for a copy out of ``nbytes`` that starts now, or the shortage that prevents the copy.
+        """Returns a slot for ``nbytes`` bytes whose copy out starts now, or the shortage that prevents the copy.
 
-        A storage larger than the window leaves alone. ``None``, with a warning, if no tier has room.
+        A storage larger than the window leaves once no other copy out is queued or running. Returns ``None``, with a
+        warning, if no tier has room.
 
         Args:
-            found: a reserved slot, used if the size matches. Otherwise it was reserved for a storage that has died,
-                and is returned first. Empty after the call.
+            found: a reserved slot, used if the size matches. Otherwise the storage that it was reserved for has died,
+                and the slot goes back to its tier first. ``found`` is emptied, unless the window is full.
         """
         if self.inflight_bytes + nbytes > self.windows.inflight and (self._out or self._queued):
             self.poll()
@@ -403,7 +408,7 @@ class Transfers:
         if self._queued:
             self._start_queued()
         while back and runtime.query((transfer := next(iter(back))).event):
-            self.mark_consumed(transfer)  # a failure is raised where a wait comes; if none does it harms nothing
+            self.mark_consumed(transfer)  # `wait` raises a failure; without a `wait`, the bytes are not needed
         if log.counted.position < log.end:
             log.count_stalls()
 

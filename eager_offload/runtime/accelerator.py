@@ -1,7 +1,7 @@
 """The runtime of an accelerator, written against ``torch.accelerator``: CUDA, XPU and others by the same calls.
 
-The host never waits within pack or unpack. Only events order streams, memory belongs to the stream on which it was
-allocated, and the caller's current stream and device are always restored.
+Streams are ordered only by events, so a copy between device and pinned memory does not block the host. Memory belongs
+to the stream on which it was allocated, and the caller's current stream and device are always restored.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class AcceleratorRuntime(Runtime):
         return not self._inherited and is_capturing(None if device is None else _index(device))
 
     def is_restricted(self) -> bool:
-        """Returns whether a capture forbids the calling thread calls that the driver calls unsafe (e.g. pinning)."""
+        """Returns whether the calling thread must not make calls that are unsafe during a capture (e.g. pinning)."""
         return CAPTURES.forbid_queries() or self.is_capturing()
 
     @property
@@ -113,7 +113,7 @@ class AcceleratorRuntime(Runtime):
     ) -> Capture:
         self._indexed(stream.device)
         if not self.is_capturing():
-            self.slab_sizes()  # finds out whether memory can be registered, which a capture forbids
+            self.slab_sizes()  # finds out whether memory can be registered: a test that a capture forbids
         return self._captures.begin(stream, mode, pool, keep=keep)
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> torch.Stream:
@@ -133,7 +133,7 @@ class AcceleratorRuntime(Runtime):
         ``with torch.Stream`` stores the stream to restore *on the Python object*. If it is entered twice, by nesting or
         by two threads (autograd has a thread per device), it raises after the switch or restores the other thread's
         stream. All threads share the transfer streams, so this context stores the stream itself. The device is selected
-        with ``device_index``, which on its way back creates no context on an unused device.
+        with ``device_index``, which creates no context on an unused device when it restores the previous one.
         """
         assert isinstance(stream, torch.Stream)
         index = stream.device_index
@@ -162,7 +162,7 @@ class AcceleratorRuntime(Runtime):
         """
         if pin_memory and self.is_restricted():
             raise HostAllocationUnderCaptureError(
-                f"{nbytes:,} bytes of host memory were to be pinned while a graph is captured: have them before that"
+                f"{nbytes:,} bytes of host memory cannot be pinned while a graph is captured: allocate them before that"
             )
         if not pin_memory:
             return self._pinned.pageable(nbytes)
@@ -321,7 +321,7 @@ class AcceleratorRuntime(Runtime):
         assert self._indexed(device) == stream.device
         assert 0 <= layout.alignment_offset < ALIGNMENT
         with torch.inference_mode(False), self.enter(stream):
-            # Allocators return multiples of 256 today; the second attempt is for an allocator that does not.
+            # Today's allocators return addresses that are multiples of 256; the second attempt is for any other.
             block = torch.empty(layout.nbytes + layout.alignment_offset, dtype=torch.uint8, device=stream.device)
             start = layout.alignment_offset
             if block.data_ptr() % ALIGNMENT != 0:
@@ -343,7 +343,7 @@ class AcceleratorRuntime(Runtime):
         if self._inherited:
             raise OffloadError(
                 f"this process was forked from one that uses {device}, and cannot use it itself: start processes that "
-                "do with torch.multiprocessing's spawn"
+                "use it with torch.multiprocessing's start method 'spawn'"
             )
         if device.type != self.device_type:
             raise OffloadError(f"{device} is not the accelerator of this process, which is {self.device_type!r}")
