@@ -1,11 +1,11 @@
-"""Inserts transfers into graphs: first blocking ones, which are correct in any order, then asynchronous ones.
+"""Inserts transfers into graphs: first blocking ones, which data flow alone keeps correct, then asynchronous ones.
 
 Also hooks the passes into AOTAutograd, for any compiler of its graphs.
 
 [Note: graphs that cannot be offloaded]
 A program that compiles without an ``Offload`` must compile with one. So the passes work on copies of the two graphs. If
-a pass raises, the copies are dropped and the graphs compile without transfers; a warning reports the defect, and at run
-time the graphs count the bytes that they save as ``failed``.
+a pass raises, the copies are dropped and the graphs compile without transfers. A warning reports the defect, and at run
+time the bytes that the graphs save are counted as kept, with the reason ``failed``.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ from eager_offload.torch_private.inductor import leave_out_of_precompile, on_ban
 from eager_offload.torch_private.memory import fake_mode_of, hint
 from eager_offload.version import digest
 
-#: In the ``meta`` of a host tensor: whether its views are rebuilt by the strides in the graph, which must be kept then.
+#: The key in the ``meta`` of a host tensor for whether its strides must stay those in the graph, because backward uses
+#: them to rebuild views.
 EXACT = "eager_offload_exact"
 _COPIED_META = ("saved_tensor_with_no_vc_check",)
 _aten = torch.ops.aten
 
 
 class Pair(NamedTuple):
-    """A graph that was split."""
+    """The forward and backward graphs of one training graph."""
 
     forward: Graph
     backward: Graph
@@ -90,7 +91,7 @@ def insert_synchronous(
         backward: takes the saved values as inputs, under the names of their forward nodes.
         num_outputs: the number of user outputs of ``forward``.
         choice: the result of :func:`~eager_offload.compile.choose` for these graphs.
-        config: names the ``Offload`` that does the work: the active one with this configuration when the graphs run.
+        config: when the graphs run, the active ``Offload`` with this configuration does the work.
     """
     ours, became = copied(forward)
     theirs, _ = copied(backward)
@@ -124,7 +125,7 @@ def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: 
                 if not is_static(value):
                     with forward.inserting_before(member.next):
                         geometry = geometry_of(forward, member, value)
-                    with forward.inserting_before(output):  # last: its wait precedes each use of the host tensor
+                    with forward.inserting_before(output):  # last, because the offload's wait comes before this use
                         like = view_over(forward, host, group, value, geometry, f"{member.name}_like")
                     like.meta = _host_meta(value, member)
                     became[member].append(like)
@@ -150,7 +151,7 @@ def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: 
 
 
 def insert_asynchronous_in_place(graph: Graph) -> None:
-    """Splits each blocking transfer into a start and a wait, after the offload or before the first use of the reload.
+    """Splits each blocking transfer into a start and a wait: right after an offload, before a reload's first use.
 
     host = offload(x)                         host = offload(x, wait=False)
                                               wait_tensor(host, x)
@@ -179,8 +180,8 @@ insert_asynchronous = on_a_copy(insert_asynchronous_in_place)
 def _keep_layouts(forward: Graph, leaving: Iterable[Node]) -> None:
     """Has Inductor keep the strides of ``leaving`` values as it did when they were results of ``forward``.
 
-    In other strides a product would sum in another order and return other bits. In graphs with convolutions, Inductor
-    gives four-dimensional values the strides that convolutions prefer, with or without offload.
+    With other strides a matrix product would sum in another order and return other bits. In graphs with convolutions,
+    four-dimensional values are left out: Inductor gives them the strides that convolutions prefer, offload or not.
     """
     has_convolutions = any(forward.find_nodes(op="call_function", target=target) for target in CONVOLUTIONS)
     for node in leaving:
@@ -250,7 +251,7 @@ def view_over(
     graph: Graph, whole: Node, group: Group, value: Tensor, geometry: Geometry, name: str | None = None
 ) -> Node:
     """Inserts ``value`` as a view of ``whole``, which has the bytes of ``group``."""
-    assert hint(group.base.meta["val"].storage_offset()) == 0  # a reload begins its storage
+    assert hint(group.base.meta["val"].storage_offset()) == 0  # a reloaded tensor begins at offset 0 of its storage
     arguments = cast(tuple[Argument, ...], (whole, *geometry, hint(value.storage_offset())))
     view = graph.create_node("call_function", _aten.as_strided.default, arguments, name=name)
     view.meta = {"val": value}
@@ -328,8 +329,8 @@ _thread = _Thread()
 
 @contextmanager
 def compiling_for(text: str) -> Iterator[None]:
-    """Offloads by the configuration ``text`` in graphs that the calling thread compiles inside, whatever hooks are in
-    force."""
+    """Makes graphs that the calling thread compiles in this context offload by the configuration ``text``, whatever
+    hooks are in force."""
     if not patches():
         warn(f'torch {torch.__version__} does not let backend="eager_offload" offload inside of its graphs')
     contexts.patches.add(patches())
@@ -376,8 +377,8 @@ def _offload_between(forward: GraphModule, backward: GraphModule, num_outputs: i
     except Exception as error:  # [Note: graphs that cannot be offloaded]
         warn(
             "a compiled graph is not offloaded, since the pass that would have done it raised "
-            f"{type(error).__name__}: {error}. Its results are right, its memory is as without; please report it, with "
-            "TORCH_LOGS=aot_graphs"
+            f"{type(error).__name__}: {error}. Its results are right, but it takes as much memory as without offload. "
+            "Please report it, with TORCH_LOGS=aot_graphs"
         )
         ours, theirs = forward.graph, backward.graph
         choice = choose_nothing(ours, num_outputs)

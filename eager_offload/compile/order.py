@@ -1,9 +1,9 @@
 """Places the starts and waits of transfers in a graph whose operators run one after another.
 
-insert_asynchronous   offload, wait           wait, use       the earliest waits of offloads, the latest of reloads
-prefetch                             reload, ..., wait, use     reloads start just early enough to be hidden
-sink_waits          offload, ..., wait                          waits are as late as the window allows
-pin                                                             keeps this order when a compiler reorders
+insert_asynchronous   splits transfers: an offload's wait directly follows it, a reload's precedes the first use
+prefetch              starts reloads just early enough to be hidden
+sink_waits            moves the waits of offloads as late as the window allows
+pin                   keeps this order when a compiler reorders
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def prefetch_in_place(
 
     1. Go back from the last use to the first. The link carries one reload at a time, in order of use, so a reload must
        end before its own use and before the next reload starts.
-    2. Start each reload before the operators whose time covers its copy, at a place where it can be pinned if there is
-       one.
+    2. Start each reload before the operators whose time covers its copy, if possible at a place to which it can be
+       pinned.
     3. Delay starts until at most ``cap_bytes`` are reloaded and not in use yet (a larger reload is alone).
 
     No reload starts before the graph's inputs, or before the wait of its own offload if that is in the same graph.
@@ -173,7 +173,8 @@ def prefetch_in_place(
     _locate(reloads, fixed)
     reloads.sort(key=lambda one: one.needed)
     began = list(accumulate((estimate(node) for node in fixed), initial=0.0))
-    # The places at which a transfer can be pinned, and the good ones of them: see [Note: pins of transfers].
+    # Transfers can be pinned to ``results``; at ``ends``, that splits no kernel. See ``_ends_of_products`` and
+    # [Note: pins of transfers].
     results = [n for n, node in enumerate(fixed) if _is_result(node)]
     ends = _ends_of_products(graph, fixed, results)
     last_results, pins = _last_of(results, len(fixed)), _last_of(ends, len(fixed))
@@ -183,7 +184,7 @@ def prefetch_in_place(
         start = max(min(bisect_right(began, free) - 1, one.needed), one.earliest)
         if pins[start] >= one.earliest:
             start = pins[start] + 1
-        elif last_results[start] >= one.earliest:  # between products that share an input
+        elif last_results[start] >= one.earliest:  # all pins would be between products that share an input: go before
             start = one.earliest
         one.start = start
     _hold_back(reloads, cap_bytes)
@@ -203,8 +204,8 @@ def _last_of(places: Collection[int], count: int) -> list[int]:
 def _ends_of_products(graph: Graph, fixed: Sequence[Node], results: Sequence[int]) -> list[int]:
     """Returns the positions of products' results after which the next product shares no input with the last.
 
-    One kernel computes an input of two products, in the layouts of both; a reload between the products would split this
-    kernel. Inputs that are in memory anyway do not count.
+    If two products share a computed input, one kernel computes it in the layouts of both, and a reload between the
+    products would split this kernel. Inputs that are in memory anyway do not count.
     """
     made = (node for node in graph.nodes if node.target in ops.OPERATIONS or node.op == "placeholder")
     in_memory = {storage_of(node) for node in (*made, *[fixed[place] for place in results])} | {None}
@@ -298,20 +299,21 @@ def pin_in_place(graph: Graph) -> None:
     its argument ``after``, to a later node by Inductor's operator ``control_deps``.
 
     [Note: pins of transfers]
-    Transfers are pinned only to products, attentions and convolutions: a compiler calls these one by one, with results
-    in memory. Other operators are fused, and a pin would split the fusion: slower, and with other roundings. Between
-    two products a transfer may move; nothing slow runs there. Convolutions never get ``control_deps``: Inductor chooses
-    the layout of a graph by its convolutions, and would not find a wrapped one.
+    Transfers are pinned only to matrix products, attentions and convolutions (all called products here): a compiler
+    calls these one by one, with results in memory. Other operators are fused; a pin would split the fusion, which would
+    be slower and round differently. Between two products a transfer may move, because nothing slow runs there.
+    Convolutions never get ``control_deps``: Inductor chooses the layout of a graph by its convolutions, and would not
+    find a wrapped one.
 
     [Note: inputs of pinned products]
-    Inductor delays the computation of a product's inputs together with the product, unless they are in memory before.
-    So a product with ``control_deps`` depends on its inputs first. Otherwise their computation would come after the
-    transfers, outside of the kernel that they would be fused into.
+    If a product is delayed, Inductor also delays the computation of its inputs, unless they are in memory already. So
+    the ``control_deps`` of a product name its inputs before the transfers. Otherwise the inputs would be computed after
+    the transfers, outside of the kernel that they would be fused into.
     """
     nodes = list(graph.nodes)
     dependencies: dict[Node, list[Node]] = {}
     product: Node | None = None  # the last product
-    later: set[Node] = set()  # its dependents; all nodes before the first product
+    later: set[Node] = set()  # nodes that depend on it; as long as there is none, all nodes
     pending: list[Node] = []  # transfers to finish before the next product
     previous: Node | None = None  # the transfer directly before, if any
     for position, node in enumerate(nodes):
@@ -344,8 +346,8 @@ pin = on_a_copy(pin_in_place)
 def _lower_bound(nodes: Sequence[Node], position: int, product: Node | None, later: set[Node]) -> Node | None:
     """Returns the node that the transfer at ``position`` must come after; ``None`` if it does by data flow.
 
-    The node stays in memory until then. So before offloads it is the source of the last of them, and before the end of
-    the graph it may be a returned value.
+    The pin keeps this node in memory until the transfer. So a node is preferred that stays in memory anyway: the source
+    of the last offload in a row of transfers, or a returned value if the row ends the graph.
     """
     given = nodes[position].all_input_nodes
     found = None if product is None or not later.isdisjoint(given) else product
@@ -368,7 +370,7 @@ def _made_before(product: Node) -> list[Node]:
 
 
 def _end(transfer: Node) -> Node:
-    """Returns the node whose readers come after ``transfer``: for a wait, the tensor that it writes to."""
+    """Returns the node on which to depend to come after ``transfer``: for a wait, the tensor that it writes to."""
     return cast(Node, transfer.args[0]) if transfer.target is ops.wait_tensor else transfer
 
 
@@ -379,16 +381,18 @@ def _is_result(node: Node) -> bool:
 
 
 # -- Inductor's pass --------------------------------------------------------------------------------------------------
-# Creating an optimizer imports half of torch's compiler, and then the first `with` installs the pass. The other modules
-# of a compilation, 36 MiB, are imported by the first compilation.
+# Creating an optimizer imports half of torch's compiler, and the next `with` then imports this module and installs the
+# pass. So this module does not import what only a compilation needs (36 MiB); the first compilation does.
 
 
 class OrderTransfers(CustomInferenceAwareGraphPass):
     """Inductor's pass: makes transfers asynchronous and places them. Configured by the transfers' own arguments.
 
     Args:
-        inner: the passes that were configured before; they run first. Of another ``OrderTransfers``, its inner passes.
-        text: the configuration to offload with, for caches; ``None`` if the ``with`` of the compiling thread decides.
+        inner: the passes that were configured before; they run first. An ``OrderTransfers`` stands for its own inner
+            passes.
+        text: the configuration to offload with, a part of the key in compilers' caches; ``None`` if the ``with`` of the
+            compiling thread decides.
     """
 
     inner: Any
@@ -441,7 +445,7 @@ _lock = ForkSafeLock()  # `_users` and the option change together
 
 
 def install(user: object) -> None:
-    """Adds the pass to Inductor's configuration, where it stays until the last ``user`` is gone: a backward may be
+    """Adds the pass to Inductor's configuration, until the last ``user`` is gone: a backward may be
     compiled after its context. Without transfers in a graph the pass changes nothing."""
     with _lock.lock:
         _users.add(user)
@@ -470,8 +474,8 @@ def with_pass(options: Mapping[str, Any], text: str | None = None) -> dict[str, 
 
 
 class OffloadedModule(OptimizedModule):
-    """A module of ``torch.compile`` whose calls run in a ``with offload``. Its copies are compiled again, as torch does
-    it."""
+    """A module of ``torch.compile`` whose calls run in a ``with offload``. A copy of it is compiled anew, as
+    copies of torch's compiled modules are."""
 
     def __reduce__(self) -> Any:
         (inside,) = self.children()

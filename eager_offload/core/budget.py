@@ -1,20 +1,21 @@
 """Chooses the fraction of a step's movable bytes that moves, to keep a memory budget or to hide all copies.
 
-Numbers only, as in ``core/schedule.py``. ``Controller`` sets the fraction when a step begins, and receives the step's
-memory and waits afterwards (``eager/keeping.py`` measures them). ``share`` chooses the storages for a fraction, in step
-tables, plans and compiled graphs.
+Works on numbers only, as ``core/schedule.py`` does. ``Controller`` gives the fraction when a step begins, and receives
+the step's memory and waits afterwards (``eager/keeping.py`` measures them). ``share`` chooses the storages for a
+fraction, in step tables, plans and compiled graphs.
 
 [Note: the fraction]
 Each class of steps (e.g. of one sequence length) has two fractions, and the larger is in force:
 
     memory   peak = base + (1 - f) * movable. The slope is known, so one measured peak gives the smallest fraction that
-             fits. ``base`` is the maximum over recent steps with a similar f, because moving fewer bytes also lowers
-             the bytes in flight.
+             fits. ``base``, the peak less the kept bytes, is the maximum over recent steps with a similar f
+             only, because moving fewer bytes also lowers the bytes in flight, which ``base`` contains.
     free     ``hidden`` derives the hidden fraction from the times of two steps. After two stalled steps in a row it
              falls by a quarter.
 
-An undecided class takes the free fraction of the class that was decided last. Unknown steps form one class: with a
-budget everything moves, otherwise the newest bytes are kept, by the bytes of the step before.
+An undecided class takes the free fraction of the class that was decided last. Steps without a table form one class:
+with a budget, everything moves; otherwise the newest bytes are kept, as many as the fraction leaves of the bytes that
+the thread's previous step could have moved.
 """
 
 from __future__ import annotations
@@ -28,22 +29,25 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-#: Fraction of the budget that is left free; also the smallest change that is applied.
+#: Fraction of the budget that is left free.
 _MARGIN = 0.02
-#: The memory fraction falls only by more than this, or than the margin if that is smaller.
+#: The memory fraction rises by any amount, but falls only by more than this, or by more than the margin divided by the
+#: movable bytes if that is smaller.
 _LESS = 1 / 16
-#: ``base`` is the maximum over so many steps, of those whose fractions differ by at most ``_LIKE``.
+#: ``base`` is the maximum over those of the last ``_REMEMBERED`` steps whose fractions differ from the latest one by at
+#: most ``_LIKE``.
 _REMEMBERED, _LIKE = 64, 1 / 8
 #: Fraction of a step for which compute may wait while copies still count as hidden.
 _WAITED = 0.01
-#: A step has stalled if it waits for a larger fraction; after two in a row the free fraction is multiplied.
+#: A step has stalled if its waits are longer than ``_STALLED`` times the rest of it. After two stalled steps in a row,
+#: the free fraction is multiplied by ``_REDUCED``.
 _STALLED, _REDUCED = 0.02, 0.75
-#: To size windows, the link is assumed to be slower by this factor, and the host to notice the end of a copy so many
-#: seconds late.
+#: To size windows, the measured speed of the link is multiplied by ``_SLOWER``, and the host is assumed to notice the
+#: end of a copy ``_NOTICED`` seconds late.
 _SLOWER, _NOTICED = 2 / 3, 1e-3
-#: The prefetch window is found to within this fraction (1 / 16).
+#: The smallest prefetch window is found to within ``1 / _PARTS`` of its size.
 _PARTS = 16
-#: The pace is bisected within so many octaves around the link's, in so many halvings.
+#: ``share`` bisects the pace, from ``_OCTAVES`` octaves below the link's to as many above, in ``_HALVINGS`` halvings.
 _OCTAVES, _HALVINGS = 32.0, 16
 
 
@@ -54,7 +58,7 @@ class Timeline:
     nbytes: Sequence[int]
     """Bytes of each storage."""
     final: Sequence[float]
-    """The time from which each may leave."""
+    """The time from which each storage may be offloaded."""
     unpacked_at: Sequence[float]
     """The time of each storage's first unpack."""
     unpacks: Sequence[int]
@@ -80,7 +84,7 @@ class Timeline:
 
     @cached_property
     def called(self) -> list[float]:
-        """The earliest time of each reload: when the prefetch window, which kept storages share, reaches it."""
+        """The earliest time of each reload: when the prefetch window reaches its storage. Kept storages also count."""
         called, first, between = [self.turn] * len(self.nbytes), 0, 0
         for at, number in enumerate(self.unpacks):
             between += self.nbytes[number]
@@ -93,7 +97,7 @@ class Timeline:
 
     @cached_property
     def known(self) -> dict[float, list[bool]]:
-        """Results of ``hidden`` by pace: all bisections of a step try the same paces."""
+        """Results of ``hidden`` by the binary logarithm of the pace; bisections for different fractions share paces."""
         return {}
 
 
@@ -101,10 +105,11 @@ def share(step: Timeline, fraction: float) -> list[bool]:
     """Returns, per storage, whether it moves, so that at least ``fraction`` of the bytes do.
 
     1. Bisect the pace of a link to find the slowest link that would hide enough bytes (see ``hidden``).
-    2. All storages that a slower link would hide move, so that a smaller fraction is always a subset of a larger one.
-    3. Between the last two paces, the oldest storages move.
+    2. All storages that a slower link would hide move, so that the storages of a smaller fraction are always among
+       those of a larger one.
+    3. Of the storages that only the faster of the last two links would hide, the oldest move.
 
-    ``step.first`` is chosen from first; other storages move only if all of these do.
+    Storages of ``step.first`` are chosen before all others, which move only if all of ``step.first`` does.
     """
     nbytes = step.nbytes
     due = sum(nbytes) - round((1 - fraction) * sum(nbytes))
@@ -155,7 +160,7 @@ def hidden(step: Timeline, pace: float = 1.0) -> list[bool]:
                 break
             over, begins = over - freed, gone
         waits, gone = waited + begins - now, max(free, begins) + nbytes / out
-        # The end of the queue, if backward unpacks in reverse.
+        # The queue is in reverse order of unpacking. If backward unpacks in reverse order of saving, this is its end.
         place = bisect_right(queue, -unpacked_at, key=lambda one: -one.unpacked_at)
         after = queue[place:]
         del queue[place:]
@@ -172,23 +177,23 @@ def hidden(step: Timeline, pace: float = 1.0) -> list[bool]:
 
 
 class Least(NamedTuple):
-    """The smallest windows with which no window is full and no storage is late."""
+    """The smallest windows that are never full and with which no storage is late."""
 
     window: int
     """The in-flight window, in bytes."""
     ahead: int
-    """The prefetch window, and the newest bytes that are kept."""
+    """The prefetch window, in bytes; as many of the newest bytes are kept."""
     in_vain: set[int]
     """Storages that are needed before their copy could finish, so that moving them would free nothing."""
 
 
 def least_windows(step: Timeline) -> Least | None:
-    """Returns the smallest windows; ``None`` if the link is busy even with the windows of ``step``.
+    """Returns the smallest windows; ``None`` if even the windows of ``step`` are too small.
 
     1. The newest storages are kept, as many bytes as the prefetch window. All others are offloaded and reloaded one
        after another, except those that are needed too soon with any windows.
-    2. Bisect the prefetch window, to find the smallest with which each storage is offloaded before it is called, and
-       called early enough to be back.
+    2. Bisect the prefetch window, to find the smallest with which each copy out ends before its reload has to begin,
+       and each reload may begin early enough.
     3. The in-flight window is the maximum of the bytes in flight.
 
     The link is assumed to be slower than measured, and its copies to be noticed late.
@@ -249,7 +254,7 @@ class _Reload(NamedTuple):
     seconds: float
     called: float
     begins: float
-    """The latest beginning with which this and the later reloads are not later than they must be."""
+    """When it has to begin so that neither it nor a reload after it is late; ``called`` if that is later."""
     late: float
     """Seconds that compute waits for this and the later reloads."""
 
@@ -285,7 +290,7 @@ class Controller:
 
     def __init__(self, budget: int | None, part: float = 0.0, *, is_free: bool = False) -> None:
         self.budget, self.is_free = budget, is_free
-        #: The fraction of the last observed step for which compute waited.
+        #: The waits of compute in the last observed step, relative to the rest of the step.
         self.slowdown = 0.0
         self._part = part
         #: The class of unknown steps.
@@ -305,10 +310,11 @@ class Controller:
         kind.free = self._part = part
 
     def observe_waits(self, kind: StepClass, fraction: float, part: float) -> None:
-        """Updates the free fraction by ``part``, the fraction of a step for which compute waited.
+        """Updates the free fraction from the waits of a finished step.
 
         Args:
             fraction: the fraction that was in force in the step.
+            part: the time for which compute waited, relative to the rest of the step.
         """
         if kind.free is None or fraction != kind.free:
             return  # the memory fraction was in force, or the step began before a change
@@ -328,8 +334,8 @@ class Controller:
             kept: movable bytes that were kept.
             movable: bytes that could have moved.
             growth: bytes that were allocated in the step and stay in use (e.g. gradients).
-            is_exact: whether ``peak`` is exact; otherwise, it is an upper bound, so that the fraction rises for
-                ``growth`` alone.
+            is_exact: whether ``peak`` is exact; otherwise it is an upper bound, and the fraction rises by no more than
+                ``growth`` requires.
         """
         if self.budget is None or not movable:
             return

@@ -1,31 +1,32 @@
 """Selective checkpointing in a context: results that a policy saves are offloaded like other saved tensors.
 
-torch's modes of selective checkpointing keep results of operators in a store, where no saved-tensor hook sees them. In
-a context their classes are replaced by subclasses, whose store has handles in place of tensors:
+torch's modes of selective checkpointing keep results of operators in a store, where no saved-tensor hook sees them.
+Inside a ``with offload`` their classes are replaced by subclasses, whose store has handles in place of tensors:
 
     policy_fn returns MUST_SAVE            torch's mode stores the result
     store[operator] = result               replaced by store[operator] = handle(result)
     backward reads the store               the handle reloads the result
 
-torch recomputes every other result, also under ``MUST_CPU_OFFLOAD`` and ``PREFER_CPU_OFFLOAD``, and so do the
-subclasses. For these two policies they have a second store, by operator and number of its call. Its handles offload
-small and newest results, too. The recomputation takes a result from this store in place of a call if only time can
-tell the difference:
+torch recomputes every other result, also under ``MUST_CPU_OFFLOAD`` and ``PREFER_CPU_OFFLOAD``. For these two policies
+the subclasses have a second store, by operator and number of its call. Its handles offload the newest results, too,
+and under ``MUST_CPU_OFFLOAD`` the small ones. The recomputation takes a result from this store instead of calling the
+operator if that changes nothing but the time:
 
 1. An operator with effects always runs again: one that draws random numbers (or else the next one would draw the same
    numbers), writes, updates statistics or communicates. See :func:`has_effects`.
 2. A result is taken once. A second backward of the same graph computes the result again.
 3. A result that was modified in place is computed again: the handle detects the change, and the old bytes are lost. A
-   change through ``.data`` has no version, so the mode drops results whose memory an operator writes to.
+   change through ``.data`` does not raise the version, so the mode also looks for operators that write to the memory of
+   a stored result.
 
-For the other policies a modified result is torch's own error, or, with ``allow_cache_entry_mutation``, the modified
-result; there it is kept on the device.
+Under the policies that save, backward raises torch's own error for a modified result. With
+``allow_cache_entry_mutation`` it reads the modified result, so results are then kept on the device.
 
 The class of a mode is replaced when the mode is made in a context, so the backward agrees with its forward wherever
-the backward runs; torch's names are left alone, because torch and others import them. Modes outside of every context
-are unchanged, as are those of forwards that run in backward (e.g. of an inner checkpoint that an outer one recomputes),
-whose results are needed at once. Compilers read the policies from their nodes (``compile/select.py``), so nothing
-changes while one traces.
+the backward runs. The classes in torch's modules are left alone, because torch and others have imported them by name.
+Modes outside of every context are unchanged, as are those of forwards that run in backward (e.g. of an inner checkpoint
+that an outer one recomputes), whose results are needed at once. Nothing changes while a compiler traces: it notes the
+policies on the nodes of its graph (see ``compile/select.py``).
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Saver:
     min_bytes: int
     """Smaller results of ``PREFER_CPU_OFFLOAD`` are kept."""
     moves_all: bool = False
-    """Whether no result may be kept as the newest, so that saved results move even while the program holds them."""
+    """Whether even the newest results are offloaded. Results of at least ``min_bytes`` are then marked to move."""
 
 
 class _Thread(threading.local):
@@ -147,7 +148,7 @@ class StoredHandle:
             return self._unpack(self._handle)
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
-        """Returns the tensor; torch's mode calls this method of its own entries."""
+        """Returns the tensor. torch's mode calls this method on each entry of its store."""
         if allow_cache_entry_mutation and isinstance(self._handle, KeptTensor):
             return self._handle.tensor
         try:
@@ -184,7 +185,7 @@ def _caching(base: Any) -> type:
     class CachingMode(base):  # type: ignore[misc]  # a class of torch's, known at run time
         """Active while the forward of a checkpoint runs."""
 
-        supports_higher_order_operators = True  # torch registers its rules by the exact class of a mode
+        supports_higher_order_operators = True  # torch looks up its rules for them by the exact class of a mode
         saver: Saver
         calls: Counter[object]
         #: The policy of the running operator, if its results become handles.
@@ -267,7 +268,7 @@ def _ask(
         mode = weak()
         assert mode is not None, "the mode calls this function"
         mode.policy_of_saved = policy
-        mode.respect_saved_tensors_hooks = False  # torch 2.15 may pack saved results by hooks: not twice
+        mode.respect_saved_tensors_hooks = False  # otherwise torch 2.15 may pack the results by hooks, too
     return policy
 
 
@@ -291,8 +292,10 @@ _EFFECTS = {torch.Tag.nondeterministic_seeded, torch.Tag.maybe_aliasing_or_mutat
 
 
 def _is_opaque(func: Any, types: Sequence[type]) -> bool:
-    """Returns whether an operator's schema and tags say nothing of its effects: an operator of another library, or one
-    on tensors of other classes. E.g. attention of other libraries draws random numbers without a tag.
+    """Returns whether an operator may have effects that its schema and tags do not declare.
+
+    Such are operators of other libraries (e.g. attention that draws random numbers without a tag), and operators on
+    tensor subclasses.
     """
     return bool(types) or func.namespace not in ("aten", "prims")
 
@@ -325,7 +328,7 @@ def _put_handles(saver: Saver, store: Any, func: Any, args: Sequence[Any]) -> No
             return entry
         storages = _storages(value)
         if parameters.intersection(storages):
-            return entry  # a view of a parameter takes no memory, and below autograd it does not look like one
+            return entry  # a view of a parameter takes no memory; below autograd, only its storage tells
         if saver.moves_all and storages and logical_bytes(value) >= saver.min_bytes:
             marks.prefer_offload(value)
         with sharing_versions(), marks.Region() if stays else nullcontext():
@@ -337,7 +340,8 @@ def _put_handles(saver: Saver, store: Any, func: Any, args: Sequence[Any]) -> No
 def _put_offloaded(
     saver: Saver, offloaded: _Offloaded, call: _Call, result: Any, args: Sequence[Any], policy: object
 ) -> None:
-    """Stores the result of a call for the recomputation, unless a new call costs no memory or has to be made."""
+    """Stores the result of a call for the recomputation, except views of parameters, results that a collective may
+    still be filling, and results without tensors."""
     values = tensors_in(result)
     parameters = _parameters(args)
     if not values or any(_is_being_filled(one) or not parameters.isdisjoint(_storages(one)) for one in values):
@@ -363,7 +367,7 @@ def _parameters(args: Sequence[Any]) -> set[int]:
 
 
 def _is_being_filled(tensor: Tensor) -> bool:
-    """Returns whether a collective may be filling ``tensor`` or a tensor inside: to read it would wait for that."""
+    """Returns whether a collective may be filling ``tensor`` or a tensor inside; reading it would wait for its end."""
     return is_collective(tensor) or (
         is_wrapper(tensor) and any(map(_is_being_filled, tensors_in(inner_values(tensor))))
     )

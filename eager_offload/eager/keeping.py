@@ -6,9 +6,9 @@ transfers: see ``DeviceOffloader.locked``.
 
 [Note: the peak of a step]
     an accelerator   has a peak counter, which the user may reset. If the counter has grown in a step, it is the step's
-                     peak; otherwise it is an upper bound. If the bound is too high to tell whether the budget was
-                     kept, the memory in use is read as well (up to a millisecond): when backward ends and once in
-                     between, one unpack later in each step
+                     peak; otherwise it is an upper bound. The memory in use is read as well (up to a millisecond)
+                     when backward ends. If the bound is too high to tell whether the budget was kept, it is also
+                     read once before, at an unpack that is one later in each step
     a CPU            is read at each save and unpack of the first steps, at some of the later ones, when the context
                      exits, and when backward ends
 Memory that is used between steps (e.g. by an optimizer) is not read: keeping fewer saved tensors would not change it.
@@ -16,7 +16,8 @@ Memory that is used between steps (e.g. by an optimizer) is not read: keeping fe
 [Note: exposed time]
 A transfer is exposed while compute waits for it. Each wait is timed on the compute stream: on an accelerator by events
 before and after it, because the host runs ahead; on a CPU by the host's clock. The rest of a step is the estimate of
-its time without offload; it includes the library's calls and the memory bandwidth that transfers take from compute.
+its time without offload. It still contains the time of the library's calls, and the time that compute loses because
+transfers take memory bandwidth.
 
 [Note: the outcome of a plan]
 The stats show the allocator's peak counter, if it has grown in the step (a CPU has none), and the time from the
@@ -42,14 +43,14 @@ from eager_offload.errors import ConfigError
 from eager_offload.runtime.base import DeviceMemory, Moment
 from eager_offload.tiers.forking import Living
 
-#: From this fraction of the budget on, a peak counter that did not grow hides whether the budget was kept.
+#: A peak counter above this fraction of the budget that did not grow does not tell whether a step kept the budget.
 _HIDING_PART = 0.96
 #: A CPU's memory is read at every save and unpack of the first 8 steps, and later at every 7th: an odd number, so that
 #: the reads move through the step.
 _FIRST, _NOW_AND_THEN = 8, 7
 #: The extra read of an accelerator moves through the first 64 unpacks.
 _ROUND = 64
-#: The stats have the median time of so many steps.
+#: The stats show the median time of up to this many steps.
 _TOLD = 15
 
 
@@ -65,29 +66,30 @@ class Reading:
     #: Reads the log of waits from the beginning on.
     waits: Reader
     others: dict[int, int] = field(default_factory=dict)
-    #: The first step in it; ``None`` if no saved tensor could move.
+    #: The log of the first step in this reading; ``None`` if no saved tensor could move.
     log: StepLog | None = None
-    #: The most bytes in use that were read; after the end the step's peak, or 0 if unknown.
+    #: The most bytes that any read so far found in use; after the end, the step's peak, or 0 if it is unknown.
     peak: int = 0
     is_exact: bool = True
     #: Saves that may be unpacked, and unpacks; ``is_over`` after the last unpack.
     saves: int = 0
     unpacks: int = 0
     is_over: bool = False
-    #: Whether the stats have the outcome beside the plan.
+    #: Whether the step's outcome has been written into the stats, beside the plan.
     is_told: bool = False
     #: After the end: the growth of the bytes in use, the moment of the end, and its position in the log.
     growth: int = 0
     stopped: Moment = None
     end: int = 0
-    #: Whether saves and first unpacks are timed: by number of the save, the moment and the position in the log.
+    #: Whether saves and first unpacks are timed; by number of the save, the moment of each and its position in the log.
     is_timed: bool = False
     saves_at: dict[int, tuple[Moment, int]] = field(default_factory=dict)
     unpacked_at: dict[int, tuple[Moment, int]] = field(default_factory=dict)
     #: After the end: the same moments in seconds of compute, without waits.
     saved: dict[int, float] = field(default_factory=dict)
     unpacked: dict[int, float] = field(default_factory=dict)
-    #: Each wait of compute, by its position in the log, in seconds; their sum; and the seconds of the step.
+    #: Each wait of compute, as its position in the log and its seconds; their sum, divided by the number of threads
+    #: that ran forwards; and the seconds of the step.
     waits_at: list[tuple[int, float]] = field(default_factory=list)
     exposed: float = 0.0
     seconds: float = 0.0
@@ -191,7 +193,7 @@ class Readings:
         """Begins a reading, for a forward on the thread of ``queue``.
 
         Returns:
-            The reading that ends by this, with its memory; ``timed`` yields it with its time.
+            The reading that this call ends, if any, with its memory; ``timed`` yields it later, with its times.
 
         Raises:
             ConfigError: ``policy="free"`` on a device whose events do not tell the time.
@@ -209,12 +211,12 @@ class Readings:
             if thread is not None and thread is not queue:
                 one.others[id(queue)] = begun = one.others.get(id(queue), 0) + 1
                 if begun == 1:
-                    return None  # at the second forward, the reading's thread is taken for ended
+                    return None  # only at the second forward is the reading's thread assumed to have ended
             elif one.log is not None:
                 closed = one
                 self._close(one, memory, now)
         if self._remembers and memory is not None:
-            # The user may reset the counter before the next forward, so read the memory at the end, too.
+            # Also after a step without a last unpack, whose end was not read: the user may reset the counter.
             self._watches = self._hides(memory) or not (closed is None or closed.is_over)
         self._open = Reading(weakref.ref(queue), memory, now, self._transfers.transfer_log.reader())
         return closed
@@ -254,9 +256,8 @@ class Readings:
             one.growth = memory.used - one.memory.used if self._steps < _FIRST else 0
             remembered, grown = one.memory.peak, memory.peak
             if remembered is not None and grown is not None and grown > remembered and not one.is_over:
-                one.peak = max(
-                    grown, one.peak
-                )  # possibly reached after backward: then fewer bytes are kept than possible
+                # The peak may have been reached after backward; then fewer bytes are kept than would fit.
+                one.peak = max(grown, one.peak)
             if remembered is not None and one.peak <= remembered and one.is_over and not self._hides(one.memory):
                 one.peak, one.is_exact = remembered, False
         self._steps += 1
@@ -320,7 +321,7 @@ class Keeping:
     def __init__(self, transfers: Transfers, config: OffloadConfig, tables: StepTables, order: PrefetchOrder) -> None:
         self._transfers, self._config, self._tables, self._order = transfers, config, tables, order
         self._windows = transfers.windows
-        #: Reads memory and time of steps; ``None`` if no setting depends on them.
+        #: Reads memory and time of steps; ``None`` if no setting and no outcome of a plan depends on them now.
         self.readings: Readings | None = None
         is_controlled = config.device_budget is not None or config.is_free
         if is_controlled or transfers.accounts.counters.plan is not None:
@@ -332,8 +333,8 @@ class Keeping:
             else:
                 tables.controller.budget = self._budget
         self._queues: Living[ResidentQueue] = Living()
-        #: Times steps to size the windows; ``None`` if no window is automatic or a controller decides. On a CPU this
-        #: would not work: a disk's first writes go to a cache.
+        #: Times steps to size the windows; ``None`` if no window is automatic, in a capture, or if ``readings`` has
+        #: another purpose. Not on a CPU: a disk's first writes only reach a cache, and look faster than later ones.
         self._timing: Readings | None = None
         is_sized = self._windows.is_auto and self.readings is None and not transfers.is_captured
         if is_sized and not transfers.runtime.has_one_stream:
@@ -350,7 +351,7 @@ class Keeping:
         self._use_windows()
 
     def move(self, fraction: float) -> None:
-        """Fixes the fraction of the movable bytes of each step with a table."""
+        """Makes each step that has a table move this fraction of its movable bytes."""
         self._tables.control(Controller(None, fraction))
         self.leaves_early = True
 
@@ -433,8 +434,8 @@ class Keeping:
             controller.observe_memory(known.kind, one.peak, kept, movable, one.growth, is_exact=one.is_exact)
 
     def _observe_waits(self, one: Reading) -> None:
-        """Uses the times of a finished step: for the controller's fraction, for the hidden part of its table, or for
-        the sizes of its windows."""
+        """Uses the times of a finished step: to update or decide the controller's fraction for its class, or to size
+        the windows of its table."""
         controller, log, link = self._tables.controller, one.log, self.link
         if log is None or (known := log.kind) is None:
             return
@@ -480,8 +481,8 @@ class Keeping:
         freed = ", or freed memory that stays with the process (see eo.release_freed_memory)"
         given = self._config.written("device_budget") or size_literal(budget)
         return (
-            f"device_budget={given} is not kept: the peak on {device} was {size_text(peak)}, with nothing kept that "
-            "may leave. The rest is the model's own, smaller than "
-            f"min_bytes, on its way{freed if device.type == 'cpu' else ''}. To need less, take a smaller {smaller}"
-            "min_bytes or batch, or checkpointing; else raise device_budget"
+            f"device_budget={given} is not kept: the peak on {device} was {size_text(peak)}, although every "
+            "saved tensor that may be offloaded was. What remains is the model's own memory, saved tensors below "
+            f"min_bytes, copies in flight{freed if device.type == 'cpu' else ''}. To need less, take a smaller "
+            f"{smaller}min_bytes or batch, or use checkpointing; otherwise raise device_budget"
         )

@@ -87,7 +87,7 @@ class DeviceScalar:
         _check_number(value, self.tensor.dtype)
         check_outside("DeviceScalar.update was called")
         with torch.no_grad():
-            # A fill contains its number. A copy would read host memory later, perhaps after the next update.
+            # A fill carries the number in its launch. A copy would read host memory later, maybe after the next update.
             self.tensor.fill_(value)
 
     def __repr__(self) -> str:
@@ -127,8 +127,8 @@ class StaticInputs:
         names, leaves, structure = flatten_with_names(inputs)
         if structure != self._structure:
             raise CaptureInputError(
-                f"the inputs were captured with {len(self._names)} values at {', '.join(self._names)}, and are given "
-                f"{len(names)} at {', '.join(names)}: {self._structure} and {structure}"
+                f"the captured inputs have {len(self._names)} values, at {', '.join(self._names)}, and the given ones "
+                f"{len(names)}, at {', '.join(names)}: the structures are {self._structure} and {structure}"
             )
         for name, captured, given in zip(self._names, self._leaves, leaves, strict=True):
             if not _alike(captured, given):
@@ -259,7 +259,7 @@ class CapturedStep:
 
     def _open(self) -> tuple[CapturedGraph, StaticInputs]:
         if self._parts is None:
-            raise CaptureStateError("a captured step was used that is closed: capture it again")
+            raise CaptureStateError("this captured step is closed: capture the step again")
         return self._parts
 
     def __repr__(self) -> str:
@@ -301,7 +301,8 @@ def capture_step(
         CaptureInputError: ``inputs``, ``scalars``, ``warmup`` or ``pool`` is not accepted.
         CaptureStateError: ``offload`` uses a disk or pageable memory, is traced or entered already, or an active
             autocast caches casts.
-        ScheduleMismatchError: two warm-ups, or the last warm-up and the capture, differ in saves or unpacks.
+        ScheduleMismatchError: the capture differs from the last warm-up in saves or unpacks; or, with three warm-ups or
+            more, the last two differ in saves.
         CapacityError: ``pool`` has no room for the offloaded bytes.
         GraphError: as in ``GraphCaptureGuard``. Errors of ``fn`` propagate. Gradients of a failed capture were never
             computed: drop them before the next step.
@@ -359,7 +360,7 @@ def _check_arguments(inputs: Sequence[Any], offload: Offload | None, scalars: Se
     least = 0 if offload is None or not offload.config.enabled else 1
     if not isinstance(cast(object, warmup), int) or warmup < least:
         why = ", because the capture repeats the last warm-up" if least else ""
-        raise CaptureInputError(f"warmup={warmup!r} is not accepted: it is a number from {least} on{why}")
+        raise CaptureInputError(f"warmup={warmup!r} is not accepted: it is a whole number of at least {least}{why}")
     if offload is None:
         return
     config = offload.config
@@ -388,7 +389,7 @@ class _OneDevice:
 
 
 class _Saves:
-    """The saved tensors of some calls of the step."""
+    """The saved tensors of one phase (learn, rehearse or capture), which may be several calls of the step."""
 
     def __init__(self, offload: Offload, config: OffloadConfig, transfers: CapturedTransfers, saves: SavedTensors):
         self.transfers, self.saved_tensors = transfers, saves
@@ -428,12 +429,12 @@ class CapturedSaves:
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
-        """Enters the ``Offload`` around one warm-up. The last one repeats the one before, as one-time work is done by
-        then."""
+        """Enters the ``Offload`` around one warm-up. If there are three or more, the last must have the saves of the
+        one before: one-time work is done by then."""
         number, script = len(self._scripts), StepScript()
         if self._learnt is None:
             config, tables = self._offload.config, StepTables(True, self._offload._accounts)
-            if config.is_free:  # earlier steps have decided: a graph has no time of its own
+            if config.is_free:  # steps of a capture are not timed, so the fraction that earlier steps decided is used
                 config = OffloadConfig.from_dict({"policy": "max"}, config)
                 if (controller := self._offload.controller_of(self._stream.device)) is not None:
                     tables.control(controller.fixed())
@@ -452,7 +453,7 @@ class CapturedSaves:
             saves = self._rehearsed = self._new(self._fixed, self._offload._accounts, self._tables.frozen())
         else:
             saves = self._learnt
-        self._offload.stats(synchronize=True)  # copies in flight of earlier steps take memory in some runs only
+        self._offload.stats(synchronize=True)  # ends earlier steps' copies: their memory would differ from run to run
         with saves.entered(script):
             yield
         saves.end()

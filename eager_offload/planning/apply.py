@@ -1,4 +1,4 @@
-"""Temporary checkpoints around modules: the recompute of a plan."""
+"""Carries out the recompute of a plan, by temporary checkpoints around modules."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from eager_offload.torch_private.autograd import current_backward
 from eager_offload.torch_private.calls import dispatch_of, schema_of, without_torch_function
 from eager_offload.torch_private.memory import storage_key, tensors_in, tree_iter, weak_storage
 
-#: Checked calls: the first of each kind, all, or none.
+#: The calls that are checked: the first ones of each kind (``"auto"``), all (``True``) or none (``False``).
 Verify: TypeAlias = Literal["auto"] | bool
 
-#: Steps of a kind in which calls are compared, and most calls at a time, and most kinds of a module.
+#: With ``"auto"``: the number of steps of each kind in which calls are compared; the maximum number of unfinished
+#: comparisons of a kind; and the maximum number of kinds of a module.
 _STEPS, _AT_A_TIME, _KINDS = 2, 64, 64
 
 #: Reentrant: the garbage collector may end a dropped context while the same thread is entering another one.
@@ -47,7 +48,7 @@ class Checks:
 
 
 class checkpointed(AbstractContextManager[Checks]):
-    """Puts checkpoints around the modules of these names, which keep the given results, until the context exits.
+    """Puts checkpoints around the modules that ``again`` names, until the context exits. They keep the given results.
 
     Several contexts may be open, on any thread: a module then has one checkpoint, checked by the strictest ``verify``.
     Calls that have begun keep their checkpoints. A dropped context ends as if it exited, but not at interpreter exit.
@@ -113,7 +114,7 @@ class _Kind:
         #: Steps in which a call was compared. The first call after a comparison begins the next step.
         self._steps = 0
         self.is_compared = False
-        #: The backward in which the last call began (calls inside of a recomputed module do); -1 for none.
+        #: The backward in which the last call began, as calls inside of a recomputed module do; -1 if in none.
         self._backward = -1
         self.checks = WeakSet[Check]()
 
@@ -179,9 +180,9 @@ class _Again:
                 return
             self._other.append(policy.kept)
         warn(
-            f"module {self.name!r} calls {other} when it runs than when it was planned, so nothing of it is kept from "
-            "now on: it is computed again whole, which is as exact and takes longer. Plan on the device that trains, "
-            "and with inputs of the shapes and types that it is given"
+            f"module {self.name!r} does not run as it was planned: it calls {other}. So none of its results are kept "
+            "from now on: all of it is recomputed, which is as exact and takes longer. Plan on the device that trains, "
+            "and with inputs of the shapes and types that training uses"
         )
 
     def _check(self, given: tuple[Any, ...]) -> Check | None:
@@ -213,9 +214,9 @@ class _Again:
         if is_first:
             warn(
                 f"module {self.name!r} saves values with other bits and nearly the same sums when it is computed again "
-                "in backward. Its kernels are not deterministic, or others are chosen in the first steps: gradients "
-                "are as exact as such kernels are. Or a state of its own changes a little with each call: gradients "
-                "are wrong by about as little. It is said once; plan.apply(model, verify=True) makes it an error"
+                "in backward. Either its kernels are not deterministic, or change in the first steps: then gradients "
+                "are as exact as the kernels. Or the module has a state that changes a little with each call: then "
+                "gradients are wrong by about as little. Reported once; plan.apply(model, verify=True) raises instead"
             )
 
 
@@ -243,13 +244,13 @@ class Policy:
     def other(self) -> str | None:
         for one in self.kept:
             if (calls := self._calls[one.kind]) != one.calls:
-                return f"{one.kind} {calls} and not {one.calls} times"
+                return f"{one.kind} {calls} times instead of {one.calls}"
         return None
 
     def contexts(self) -> tuple[Any, Any]:
         """Returns the contexts of forward and of each recompute.
 
-        Only operators with kept results reach torch's own modes, whose host time is as long as an operator's.
+        Only operators with kept results reach torch's own modes, which take as much host time as an operator does.
         """
         saving, taking = create_selective_checkpoint_contexts(_saves)  # type: ignore[no-untyped-call]  # no types
         for mode, derived in ((saving, _saving), (taking, _taking)):
@@ -366,22 +367,23 @@ def _operator(func: Any) -> _Operator:
 
 
 _MADE_BY_PYTHON = torch.ops.aten.lift_fresh.default
-#: Parts of the errors of torch's mode for a missing result, and for a result that was written to.
+#: Parts of the errors of torch's mode for a result that was written to, and for a missing result.
 _REFUSALS = ("has been mutated", "encountered during backward")
 
 
 class _Flow:
     """Names the arguments of the operators in one run of a block, without holding them.
 
-    Names are of storages, and equal in each run: an argument of the block by its place, a result by its operator, any
-    other tensor (e.g. a parameter) by the order of first use.
+    Each storage gets a name that is the same in each run: of an argument of the block its place, of a result its
+    operator, of any other tensor (e.g. a parameter) its number in the order of first use.
     """
 
     def __init__(self) -> None:
         #: Names of storages, with the offset of a block argument.
         self._names = _Names()
         self._elsewhere = _Names()
-        #: Operators whose results were written to; not all views share a version counter with their base.
+        #: Operators whose results were written to. torch's check of versions misses some of these writes, because not
+        #: all views share a version counter with their base.
         self.written = set[object]()
         self._given: list[int] = []
         #: For each argument, the first argument with the same storage.
@@ -460,7 +462,7 @@ class _Names:
 _NO_NAME: tuple[Callable[[], object], tuple[object, int], int] = (lambda: None), ("", 0), 0
 
 
-#: Reading even the shape of another class may call the modes.
+#: The only classes of tensors that are named: of a subclass, even reading the shape may call the active modes.
 _PLAIN = (Tensor, nn.Parameter)
 #: Arguments compared by value; others are compared by class.
 _BY_VALUE = (int, float, bool, str, torch.dtype, torch.device, type(None))

@@ -6,9 +6,9 @@ a value of the block, all other operators up to the block's last save run again,
 checkpoints:
 
     forward    has the same operators; of the block's values, only inputs and kept results stay alive
-    backward   has the block's operators, except those with kept results, before the block's first unpack
-    values     live again from their operator on: to their last use in backward if autograd saves them, otherwise as
-               long as in forward, but not beyond the recompute
+    backward   also has the block's operators, except those with kept results, before the block's first unpack
+    values     are made again when their operator runs again, and live to their last use in backward if autograd saves
+               them, otherwise until the operator at which forward drops them runs again, or the recompute ends
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class Recording:
         ]
 
     def kept(self, call: Call, dispatches: Collection[int]) -> tuple[Kept, ...]:
-        """Returns the results of ``dispatches``, identified by kind and index among the calls of ``call``."""
+        """Returns the results of ``dispatches``, identified by kind and index among the calls of that kind in
+        ``call``."""
         calls, numbers = Counter[str](), defaultdict[str, list[int]](list)
         for number in range(call.first_dispatch, call.last_dispatch):
             kind = self.dispatches[number].kind
@@ -123,9 +124,10 @@ class Recording:
 
 #: The dispatches whose results each recomputed block keeps, by name of the block.
 Mixture: TypeAlias = Mapping[str, frozenset[int]]
-#: Prices that differ by less than this factor are merged; most levels, including no and full recompute.
+#: Prices that differ by at most this factor are merged; and the maximum number of levels, including those without
+#: recompute and with full recompute.
 _ALIKE, _MOST_LEVELS = 1.25, 8
-#: The fraction of the blocks at the first of two levels, as (part, whole).
+#: The fractions of the blocks that may have the level with more recompute, of two levels, as (part, whole).
 _SHARES = ((1, 4), (2, 4), (3, 4))
 
 
@@ -254,7 +256,8 @@ def _runs(of: Recording, kept: Mixture) -> list[_Run]:
 
 
 def _policed(of: Recording, run: _Run) -> dict[int, Op]:
-    """Returns the operators of a block with a policy; each counts the policy's calls since the operator before it."""
+    """Returns the operators of a block that has a selective policy, each with the number of calls of the policy since
+    the operator before it."""
     found, waiting = dict[int, Op](), 0
     for dispatch in of.dispatches[run.call.first_dispatch : run.call.last_dispatch]:
         waiting += 1

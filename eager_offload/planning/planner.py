@@ -1,10 +1,10 @@
 """``plan``: predicts a training step, and searches for the fastest one that fits a budget.
 
 [Note: recompute levels]
-A *level* is a price in seconds per byte: a recomputed block keeps the results that cost more to recompute, and a
-fraction of the kept bytes is offloaded. A *mixture* gives all repeated blocks one level, or two levels that alternate
-evenly, so that the recompute of some blocks hides the copies of the others. The search takes the fastest mixture that
-fits. Only the step without checkpoints is traced; ``levels.py`` derives the others.
+A *level* is a price in seconds per byte: a recomputed block keeps the results whose recompute costs at least that much.
+A fraction of all bytes that the step still saves is offloaded. A *mixture* gives all repeated blocks one level, or two
+levels that alternate evenly, so that the recompute of some blocks hides the copies of the others. The search takes the
+fastest mixture that fits. Only the step without checkpoints is traced; ``levels.py`` derives the others.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from eager_offload.torch_private.inductor import is_compiled
 from eager_offload.torch_private.memory import tree_iter
 
 _HERE = "here"
-#: If compute stalls for a larger fraction of the step, a plan without recompute also reports the step with it.
+#: If compute stalls for a larger fraction of the step, a plan without recompute also reports a step with recompute.
 _LONG_STALL = 0.1
-#: Mixtures that are simulated with all windows; the factor over the best time up to which a mixture is searched; and
-#: the relative error of a sum of seconds.
+#: The number of mixtures that are simulated with all windows; the multiple of the best time above which a mixture is
+#: not refined; and the relative error of a sum of seconds.
 _FINALISTS, _NEAR, _ROUNDING = 3, 1.01, 1e-9
 #: Devices of a node, if no launcher has started ranks.
 _NODE = 8
@@ -80,8 +80,9 @@ def plan(
         plan = eo.plan(model, tokens, device="h200", device_budget="40GiB")
         print(plan)
 
-    A copy of the model is traced, forward and backward, on fake tensors of the process's accelerator. Without one they
-    are a CPU's, with CUDA's kernels and autocast; the plan lists the functions for which this is a guess. The model and
+    A copy of the model is traced, forward and backward, on fake tensors of the process's accelerator. Without one, they
+    are CPU tensors, and CUDA's kernels and autocast are imitated (unless ``device`` is itself a CPU); the plan lists
+    the functions for which this is a guess. The model and
     the process are left unchanged, and only integer and boolean tensors are allocated. A compiled model is planned from
     its eager code. Times follow a roofline: see :class:`Machine`.
 
@@ -90,8 +91,8 @@ def plan(
         inputs: a tensor, a tuple or list of arguments, or a mapping of keywords. They may include objects (e.g. a
             cache), which are copied. Integers and booleans should be real tensors, because models inspect masks.
         loss: maps the model's result to the loss; ``None``: the result itself, or its ``loss``.
-        device: ``"here"``, whose link is measured, and its speed unless the card is one of these; ``"h200"``,
-            ``"h100"``, ``"a100"``, ``"l40s"`` or ``"rtx4090"``; or a :class:`Machine`.
+        device: ``"here"``: the process's device, whose link is measured, and also its speed unless it is one of the
+            following cards; ``"h200"``, ``"h100"``, ``"a100"``, ``"l40s"`` or ``"rtx4090"``; or a :class:`Machine`.
         device_budget: bytes of device memory that the step may take, or a text (e.g. ``"40GiB"``); ``None`` or
             ``"auto"``: all memory of the device; with ``"here"``, the process's memory plus nine tenths of the free.
         host_budget: bytes that the tier may store at one time, in the same form; an eighth is left for the rounding of
@@ -105,13 +106,14 @@ def plan(
             plan is for one device; collectives take no time. A model with ``fully_shard`` needs no ``mesh``.
         accumulation: backward passes per optimizer step. With 2 or more, gradients of the previous pass count from the
             start (sharded under FSDP2).
-        policy: ``"least"``: the least movement that fits the budget, with the shortest stall; ``"free"``: only
-            tensors whose copies are hidden; ``"max"``: everything movable.
+        policy: ``"least"``: the fastest step that fits the budget (of equally fast ones, the least movement);
+            ``"free"``: only tensors whose copies are hidden; ``"max"``: everything movable.
         recompute: whether repeated blocks may be recomputed in backward, except for their costliest results, if that is
             faster than offloading their saves. :meth:`Plan.apply` puts checkpoints around them. Requires
             ``policy="least"``.
         config: the settings of the ``Offload`` that will be used: the plan respects ``min_bytes``, windows, ``skip``
-            and ``only``, and budgets that are not given here. ``Offload(plan=...)`` takes them from the plan.
+            and ``only``, and its budgets where none is given here. ``Offload(plan=...)`` takes the settings from the
+            plan.
 
     If ``torch.distributed`` has a process group of several ranks, all ranks must call ``plan`` together. They get one
     plan, made from the arguments of rank 0 for the smallest of their budgets; an error on one rank is raised on all.
@@ -174,8 +176,8 @@ def request_of(
     given = OffloadConfig.from_given(config, {})
     if given.keep_last_bytes != "auto":
         raise ConfigError(
-            f"keep_last_bytes={given.given('keep_last_bytes')!r} does not go with a plan, which says itself what "
-            "stays: leave it out, give a device_budget, or mark what has to stay with eager_offload.keep"
+            f"keep_last_bytes={given.given('keep_last_bytes')!r} does not go with a plan, because the plan decides "
+            "what stays: leave it out, give a device_budget, or mark what has to stay with eager_offload.keep"
         )
     settings = replace(given, device_budget=None, policy="max")
     if host_budget is not None:
@@ -318,9 +320,9 @@ class Search:
         return self._candidates(self.levels[-1])
 
     def least(self) -> Point:
-        """Returns the point with the lowest peak, over all levels with nothing or everything offloaded.
+        """Returns the point with the lowest peak, of all levels, each with nothing and with everything offloaded.
 
-        Stops at the first point that fits, because each level takes a while.
+        Further levels are not tried once a point fits, because each takes a while.
         """
         others = (dict.fromkeys(self._inner, frozenset[int]()), *self.levels[-2::-1])
         found = list[Point]()
@@ -355,8 +357,8 @@ class Search:
     def best(self, among: Sequence[Mixture], found: _Found | None = None, budget: int | None = None) -> _Found:
         """Returns the best of ``among`` and ``found`` for ``budget`` (by default the plan's).
 
-        1. The lower bound on a mixture's step time is its compute time, and once its program is made, its floor for the
-           bytes over the budget.
+        1. The lower bound on a mixture's step time is its compute time. Once its program is made, the bound also counts
+           the time in which the link moves the bytes over the budget (see ``floor_seconds``).
         2. Mixtures are simulated with few windows, the lowest bound first, until no bound is below the best time.
         3. The finalists are simulated with all windows.
         """
@@ -444,7 +446,7 @@ def _check_what(model: object, loss: object, policy: str, *, recompute: object) 
     if policy not in POLICIES:
         raise ConfigError(f"policy={policy!r} is not accepted: policy takes {_or(POLICIES)}")
     if recompute and policy != "least":
-        raise ConfigError(f"recompute={recompute!r} is not accepted: with policy={policy!r} nothing is computed again")
+        raise ConfigError(f'recompute={recompute!r} is not accepted with policy={policy!r}: it requires policy="least"')
     for part in (model, loss):
         for name, module in part.named_modules() if isinstance(part, nn.Module) else ():
             what = f"module {name!r}" if name else "the loss" if part is loss else "the model itself"
@@ -459,7 +461,7 @@ def _or(names: tuple[str, ...]) -> str:
     return " or ".join(f'"{name}"' for name in names)
 
 
-#: Kinds of modules that save at least this fraction of the most that any kind saves are candidates.
+#: A kind of modules is a candidate if it saves at least this fraction of what the kind that saves most does.
 _NEARLY_ALL = 0.9
 #: Parts of the names of attention operators, fused or not.
 _ATTENDS = ("attention", "softmax")
@@ -468,9 +470,10 @@ _ATTENDS = ("attention", "softmax")
 def _blocks(program: Program) -> tuple[list[str], list[str]]:
     """Returns the names of the blocks, and of at most one inner module of each, in the order of the model.
 
-    Blocks are disjoint modules with a number in their name (e.g. layers, or the stages of a U-Net), taken by kind, the
-    kind that saves most first. The inner module is the direct child that saves most among those without attention: its
-    recompute needs less memory than the block's.
+    Blocks are disjoint modules with a number in their name (e.g. layers, or the stages of a U-Net). Modules whose names
+    differ only in numbers are of one kind; kinds are chosen as a whole, roughly the one that saves most first. The
+    inner module is the direct child that saves most among those without attention: its recompute needs less memory than
+    the block's.
     """
     saved: dict[str, int] = defaultdict(int)
     for storage in program.storages:

@@ -86,13 +86,17 @@ class StepSimulator:
                 rank += 1
         self.expected = list(expected)
         self.ops = sorted({*self.saves_at, *self.unpacks_at, program.forward_ops, len(program.ops)})
-        #: Live bytes that no decision changes: the other bytes, plus each storage from its creation.
+        #: Live bytes before any storage is freed: the other bytes, plus each storage from its creation to the end.
         count = len(program.ops)
         spans = [(one.nbytes, one.made, count) for one in program.storages]
         self.made = list(map(add, live_bytes(count, spans), program.other_bytes))
 
     def run(self, moves: Moves, problem: Problem | None = None) -> Outcome:
-        """Simulates the step with ``moves`` (see ``Problem.within_room``); ``problem`` may have other windows."""
+        """Simulates the step with ``moves``, plus forced storages and without those that the tier has no room for.
+
+        Args:
+            problem: the same problem with other windows.
+        """
         problem = problem or self.problem
         return _Step(self, problem, problem.within_room(moves)).run()
 
@@ -101,11 +105,11 @@ class StepSimulator:
         return Candidate(problem, self.run(tuple(share(problem.timeline, fraction)), problem), fraction)
 
 
-#: Operators that the host may be ahead of the device: CUDA's queue holds 1,024 launches, and an operator with its
-#: copies and events takes about two. Measured steps of an H100 agree with this.
+#: The number of operators by which the host may run ahead of the device: CUDA's queue holds 1,024 launches, and an
+#: operator with its copies and events makes about two. Measured steps of an H100 agree with this.
 _QUEUED = 512
-#: Copies out that the transfer stream holds at a time, and the seconds of link time and the fraction of the movable
-#: bytes that bound them.
+#: The transfer stream always holds up to ``_GIVEN`` copies out, and more as long as their bytes together take the link
+#: at most ``_GIVEN_SECONDS`` and are at most ``_GIVEN_PART`` of the movable bytes.
 _GIVEN, _GIVEN_SECONDS, _GIVEN_PART = 2, 1e-3, 1 / 32
 
 
@@ -127,7 +131,8 @@ class _Step:
         #: Clocks in seconds: host, compute, the time that compute must wait for, and when each link is free.
         self.host = self.compute = self.clear_from = self.out_free = self.in_free = 0.0
         self.at = 0
-        #: Runs of operators without a wait in between: the first operator, and its delay in seconds.
+        #: Runs of operators without a wait in between: the first operator, and by how many seconds it begins later than
+        #: in a step without any waits.
         self.stretches: deque[tuple[int, float]] = deque()
         self.change = [0] * (len(problem.op_seconds) + 1)
         #: Copies out that the host has not seen finish, oldest first: end time and storage.
@@ -223,7 +228,7 @@ class _Step:
         self.leaving_bytes += nbytes
 
     def _wait_for_the_oldest(self) -> None:
-        """Waits for the oldest copy out: compute does in a graph, the host otherwise."""
+        """Makes compute (in a graph) or the host (otherwise) wait for the oldest copy out."""
         over, _ = self.leaving[0]
         if self.problem.ordered:
             self.clear_from = max(self.clear_from, over)
@@ -336,7 +341,8 @@ class _Step:
 
 #: Window sizes in bytes that a plan tries besides the automatic one.
 WINDOWS = tuple(mebibytes << 20 for mebibytes in (272, 528, 1040, 2064))
-#: Steps of the bisection, in full and if ``roughly``; and every how many windows are tried if ``roughly``.
+#: The number of halvings in a bisection, and the number if ``roughly``; if ``roughly``, only every
+#: ``_FEW_WINDOWS``-th window is tried.
 _HALVINGS, _FEW_HALVINGS, _FEW_WINDOWS = 8, 5, 2
 #: The fractions that are tried for the lowest peak.
 _EIGHTHS = tuple(eighth / 8 for eighth in range(9))
@@ -361,7 +367,7 @@ class Candidate(NamedTuple):
 
 
 class PolicySearch:
-    """Searches the decisions for one step with several windows; each is simulated once.
+    """Searches the decisions for one step, with several windows. Simulated decisions are remembered.
 
     Args:
         problem: its windows are used if ``windows`` is empty.
@@ -401,7 +407,8 @@ class PolicySearch:
             return one.step_seconds > below  # larger fractions are slower still
 
         least = self._least_part(budget)
-        parts = [*self._halved, *self._parts][:: -_FEW_WINDOWS if roughly else -1]  # larger windows are faster
+        # The largest windows first: they usually give the fastest steps, and later searches stop at slower ones.
+        parts = [*self._halved, *self._parts][:: -_FEW_WINDOWS if roughly else -1]
         halvings = _FEW_HALVINGS if roughly else _HALVINGS
         for part in parts:
             for one in _bisected(part, lambda one: one.peak_bytes > budget, halvings, least):

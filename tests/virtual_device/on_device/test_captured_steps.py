@@ -324,7 +324,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any, Path], dict[str, A
     "inputs": (CaptureInputError, "were given as Tensor", lambda make, path: {"inputs": torch.ones(2)}),
     "scalars": (CaptureInputError, "was given 0.5", lambda make, path: {"scalars": [0.5]}),
     "no warm-up": (CaptureInputError, "warmup=0 is not", lambda make, path: {"offload": make(), "warmup": 0}),
-    "warm-ups": (CaptureInputError, "a number from 0 on", lambda make, path: {"warmup": -1}),
+    "warm-ups": (CaptureInputError, "a whole number of at least 0", lambda make, path: {"warmup": -1}),
     "mode": (ValueError, "no mode", lambda make, path: {"mode": "no mode"}),
     "pool": (PoolSealedError, "a step was captured", lambda make, path: {"pool": sealed()}),
     "handle": (CaptureInputError, "names no pool", lambda make, path: {"pool": GraphPoolHandle(-1)}),
