@@ -98,7 +98,11 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (OVER, BUDGET, "3 forwards had a peak above device_budget"),
     ({**OVER, "keep_last_bytes": 9}, BUDGET, NOTHING),  # it has come down since
     # waits
-    (BUSY, {}, 'Bandwidth is the limit: compute waited 20 %|50 % of the time at 163.8 |To move less, set policy="free"'),
+    (
+        BUSY,
+        {},
+        'Bandwidth is the limit: compute waited 20 %|50 % of the time at 163.8 |To move less, set policy="free"',
+    ),
     (BUSY, {"policy": "free"}, "Bandwidth is the limit|To move less, checkpoint a part of the model"),
     (IN_FORWARD, {"max_inflight_bytes": "64MiB"}, 'Compute waited 5.0 %|raise max_inflight_bytes|64.0 MiB to "128MiB"'),
     (WAITS, {"prefetch_bytes": "100MiB"}, 'Compute waited|raise prefetch_bytes from 100.0 MiB to "200MiB"'),
