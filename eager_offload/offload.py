@@ -114,7 +114,7 @@ class Offload:
             self._expect(plan)
         else:
             raise ConfigError(
-                f"plan={briefly(plan)} is not accepted: plan takes what eager_offload.plan or Plan.load returns"
+                f"plan={briefly(plan)} is not accepted: plan takes a result of eager_offload.plan or Plan.load"
             )
         if self.config.enabled:
             with without_caller_modes():
@@ -689,8 +689,8 @@ class Offload:
         if isinstance(offloader, KeepReason):
             raise OffloadError(
                 f"a graph was compiled to offload from {device}, which this process cannot: it offloads from the "
-                "accelerator that torch.accelerator.current_accelerator() names, and from the CPU where there is none "
-                "or a disk_path or a tier is given"
+                "accelerator that torch.accelerator.current_accelerator() names, and from the CPU if there is none or "
+                "if a disk_path or a tier is given"
             )
         return offloader
 
@@ -742,9 +742,9 @@ class Offload:
                 self._accounts.counters.fall_back("uncompiled")
             warn_once(
                 "uncompiled",
-                f"torch {torch.__version__} does not let saved-tensor hooks into compiled graphs as this version of "
-                "eager_offload knows it: what a graph saves leaves when all of the graph has run. Gradients are the "
-                "same; peak memory is not. Upgrade eager_offload, or use a torch that its README lists",
+                f"torch {torch.__version__} does not let saved-tensor hooks into compiled graphs in a way that this "
+                "version of eager_offload supports: tensors leave only after the whole graph has run. Gradients are "
+                "the same; peak memory is not. Upgrade eager_offload, or use a torch that its README lists",
                 self._accounts.said,
             )
 

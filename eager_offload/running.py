@@ -36,9 +36,9 @@ Runs a training script, or a module as `python -m` does, in which the forwards o
   --settings FIELD=VALUE  a field of OffloadConfig, such as min_bytes=4MiB; may be given again
   --settings FILE         a JSON or TOML file of fields
   --device-budget SIZE    as --settings device_budget=SIZE
-  --recompute             plans the first batch to the budget, and computes again what is cheaper than to move
+  --recompute             plans the first batch to the budget, and recomputes tensors if that is cheaper than moving
 
-What is not given comes from EAGER_OFFLOAD_<FIELD>. With a launcher:
+EAGER_OFFLOAD_<FIELD> sets all other fields. With a launcher:
 
   torchrun --nproc-per-node 2 -m eager_offload run train.py
   accelerate launch -m eager_offload run train.py
@@ -185,17 +185,17 @@ def _why(offload: Offload, stats: OffloadStats, calls: Counter[str]) -> str:
     if calls["under hooks"]:
         return (
             "modules were called under saved-tensor hooks of the script or of a framework (save_on_cpu, an Offload of "
-            "its own), and the innermost hooks take what is saved: leave them out, or run the script without this"
+            "its own), and only the innermost hooks see saved tensors: leave them out, or run the script without this"
         )
     if calls["backwards"] and calls["in eval mode"]:
         return (
-            "the modules that were called under grad mode are in eval mode, where nothing offloads: call train() on "
-            "the outermost one, and eval() on those inside that are to stay as they are, such as BatchNorm"
+            "the modules that were called under grad mode are in eval mode, in which nothing offloads: call train() on "
+            "the outermost module, and eval() on modules inside that need eval mode, such as BatchNorm"
         )
     if calls["backwards"]:
         return (
-            "no outermost module was called as module(x) in what was trained: a method, forward(x) or a function makes "
-            "the loss, or torch.compile is around the whole step. Write `with eager_offload.Offload():` around that"
+            "no outermost module was called as module(x) in training: a method, forward(x) or a function makes the "
+            "loss, or torch.compile is around the whole step. Write `with eager_offload.Offload():` around that code"
         )
     if calls["offloaded"]:
         return "modules were called, but no operator in them has saved anything, and no backward was run"

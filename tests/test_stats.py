@@ -57,7 +57,7 @@ saved          128.0 MiB      512.0 MiB  1,234 tensors
 offloaded       96.1 MiB      384.5 MiB  56 tensors, and 1.0 GiB on the same storages
 kept            31.9 MiB      127.5 MiB  parameter 100.0 MiB, newest 27.5 MiB
 moved out        4.0 MiB       16.0 MiB
-moved in         250 B          999 B    84.0 MiB still resident, 512.0 KiB never asked for
+moved in         250 B          999 B    84.0 MiB still resident, 512.0 KiB never unpacked
 stalled          0.312 s        1.250 s  of 100.0 s
 host waited      2.000 s        8.000 s
 processor        1.125 s        4.500 s  of a core, for copies; compute may have lacked it
@@ -110,8 +110,8 @@ def test_the_report_fits_a_screen_and_names_every_part() -> None:
     ("changed", "line"),
     [
         ({"device_bytes_peak": 743 * MIB}, "743 MiB (743 MiB without offload, 0 %); "),
-        ({"bytes_out": 3 << 39}, "more than offloaded: of a view, all that it spans travels"),
-        ({"bytes_in": 5 << 39}, "more than went out: asked for several times; 84.0 MiB still resident"),
+        ({"bytes_out": 3 << 39}, "more than offloaded: a view moves with all that it spans"),
+        ({"bytes_in": 5 << 39}, "more than went out: unpacked several times; 84.0 MiB still resident"),
         ({"offloaded_bytes": 0}, "nothing moved\n"),
         ({"steps": 1}, "        1 step\n"),
         ({"processor_seconds": 0.0}, "stalled 1.2 % of step time\n"),

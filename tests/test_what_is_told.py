@@ -211,7 +211,7 @@ def test_an_error_of_forward_names_reasons_and_a_setting() -> None:
     (note,) = notes(eo.Offload(**KEEPS))
     assert note.split("\n") == [
         "eager_offload: 32.0 KiB of saved tensors are on the device",
-        "  32.0 KiB are the newest ones, which stay since backward asks for them at once: keep_last_bytes is 1MiB",
+        "  32.0 KiB are the newest ones, which stay because backward needs them at once: keep_last_bytes is 1MiB",
         "  keep_last_bytes=0 would have freed up to 32.0 KiB",
     ]
 

@@ -76,8 +76,8 @@ class Kernel:
         object.__setattr__(self, "impls", dict(self.impls))
         if "torch" not in self.impls or not set(self.impls) <= set(_BODIES):
             raise KernelError(
-                f"{self.name}: impls has {', '.join(map(repr, self.impls)) or 'nothing'}; what is accepted is 'torch', "
-                "which has to be there, and 'cuda'"
+                f"{self.name}: impls has {', '.join(map(repr, self.impls)) or 'nothing'}; accepted are 'torch', "
+                "which is required, and 'cuda'"
             )
         for name, body in self.impls.items():
             if name == "cuda" and not isinstance(body, str):
@@ -234,9 +234,9 @@ def compiled_by_inductor(name: str, body: Callable[..., object], signature: Sign
         graph = make_fx(on_distinct, tracing_mode="fake")(*distinct)
     except Exception as error:
         raise CapabilityError(
-            f"{name}: the body cannot be traced ({type(error).__name__}: {error}). A tensor that it does not make "
-            "itself has to be one of its inputs, and no value of a tensor may decide what it does; impl='torch' runs "
-            "it as it is"
+            f"{name}: the body cannot be traced ({type(error).__name__}: {error}). It may use only its inputs and "
+            "tensors that it makes, and its control flow must not depend on values of tensors; impl='torch' runs "
+            "it untraced"
         ) from error
     device = tensors[0].device
     shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in distinct)
@@ -285,8 +285,8 @@ def compiled_by_cuda(name: str, source: str, spec: LaunchSpec, tensors: list[Ten
     properties = torch.cuda.get_device_properties(device)
     limit = int(getattr(properties, "shared_memory_per_block_optin", _PREPARED_FROM))
     too_much = (
-        f"{name}: a block has {spec.shared_bytes:,} bytes of shared memory beside what its source declares, and "
-        f"{device} gives it {limit:,} at most: stage less at a time"
+        f"{name}: a block has {spec.shared_bytes:,} bytes of shared memory, in addition to those that its source "
+        f"declares, and {device} gives it {limit:,} at most: stage less at a time"
     )
     if spec.shared_bytes > limit:
         raise CapabilityError(too_much)

@@ -149,7 +149,7 @@ class Signature:
             raise KernelError("Signature(outputs=(), inout=()) is not accepted: a kernel writes something")
         if self.aliases and self.inout:
             raise KernelError(
-                "Signature has both aliases and inout: declare what is read and written in one of the ways"
+                "Signature has both aliases and inout: declare tensors that are read and written in one of the ways"
             )
         inputs, outputs = flatten_with_names(self.inputs)[1], flatten_with_names(self.outputs)[1]
         for place, sides in enumerate(zip(*self.aliases, strict=True)):
@@ -216,7 +216,7 @@ class Signature:
                 for number, spec in enumerate(specs)
             ], []
         if aliased:
-            raise KernelError(f"{kernel}: out= is given, and the aliases of the signature say where the outputs are")
+            raise KernelError(f"{kernel}: out= is given, but the aliases of the signature already name the outputs")
         if not isinstance(out, tuple | list):
             out = (out,)
         names, leaves, specs = self._matched(kernel, "outputs", tuple(self.outputs), tuple(out))

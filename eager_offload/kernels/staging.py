@@ -139,11 +139,11 @@ class StagingTree(_Members):
         """
         given: object = buffer
         if not isinstance(given, Tensor) or buffer.layout is not torch.strided or buffer.is_nested:
-            raise KernelError(f"the scratch buffer is {buffer!r}: what is accepted is a tensor of contiguous bytes")
+            raise KernelError(f"the scratch buffer is {buffer!r}: give a tensor of contiguous bytes")
         if buffer.dtype is not torch.uint8 or not buffer.is_contiguous() or buffer.numel() < self.nbytes:
             raise KernelError(
-                f"the scratch buffer has {tuple(buffer.shape)}, {buffer.dtype}, strides {buffer.stride()}; what is "
-                f"accepted is {self.nbytes} contiguous elements of torch.uint8, or more"
+                f"the scratch buffer has {tuple(buffer.shape)}, {buffer.dtype}, strides {buffer.stride()}; give at "
+                f"least {self.nbytes} contiguous elements of torch.uint8"
             )
         if buffer.data_ptr() % self.align:
             raise KernelError(

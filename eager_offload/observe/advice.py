@@ -77,7 +77,7 @@ def _of_memory(stats: OffloadStats, config: OffloadConfig) -> MemoryVerdict:
         return MemoryVerdict(sentence, fell=False)
     in_vain = stats.released_bytes - stats.failed_bytes
     if in_vain >= _ALL_IN_VAIN * stats.offloaded_bytes:
-        return MemoryVerdict("Memory was moved in vain: there was no backward for what forwards saved.", fell=False)
+        return MemoryVerdict("Memory was moved in vain: no backward used the saved tensors.", fell=False)
     before, after = stats.without_offload_bytes_peak, stats.device_bytes_peak
     peaks = (
         f"at most {size_text(after)} of saved tensors on the device, {size_text(before)} without offload "
@@ -90,13 +90,13 @@ def _of_memory(stats: OffloadStats, config: OffloadConfig) -> MemoryVerdict:
     if not cause and 2 * of_windows < before:
         if stats.forwarded_bytes > sum(stats.kept_bytes.values()):
             early = size_text(stats.forwarded_bytes // max(stats.steps, 1))
-            cause = f"backward asked for {early} a step before they had left"
+            cause = f"backward needed {early} a step before they had left"
         else:
             reason, cause = main_reason(stats, config)
     if not cause:
         out, back = size_text(stats.max_inflight_bytes), size_text(stats.prefetch_bytes)
-        first = ": those of a first step are large" if stats.steps == 1 else ""
-        cause = f"windows of {out} on the way out and of {back} brought back early hold most of what may move{first}"
+        first = " (those of a first step are large)" if stats.steps == 1 else ""
+        cause = f"windows of {out} on the way out and {back} brought back early hold most of the movable bytes{first}"
     return MemoryVerdict(f"Memory hardly fell: {peaks}, since {cause}.", fell=False, reason=reason)
 
 
@@ -105,8 +105,8 @@ def _of_the_context(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]
         yield "Offload is switched off, by enabled=False or EAGER_OFFLOAD=0 in the environment: nothing moves."
     if stats.foreign_hooks or (stats.empty_forwards and not stats.saved_tensors):
         yield (
-            "Other saved-tensor hooks hide from this context what is saved inside them. Enter `with offload:` inside "
-            "theirs, or leave one of the two out."
+            "Other saved-tensor hooks hide the tensors saved inside them from this context. Enter `with offload:` "
+            "inside theirs, or leave one of the two out."
         )
     elif config.enabled and not stats.saved_tensors:
         yield "No saved tensor was seen. Put `with offload:` around the forward, under grad mode."
@@ -116,8 +116,8 @@ def _of_failures(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     """Yields sentences on forwards that an error has ended, and on bytes that did not reach the intended tier."""
     if stats.failed_forwards:
         yield (
-            f"{_times(stats.failed_forwards)} a forward ended in an error, and what it had saved was dropped: the "
-            "peaks are of those forwards too. offload.reset_stats() counts anew."
+            f"{_times(stats.failed_forwards)} a forward ended in an error, and its saved tensors were dropped: the "
+            "peaks include these forwards. offload.reset_stats() sets the counters to zero."
         )
     if count := stats.fallbacks.get("write_failed", 0):
         yield (
@@ -163,9 +163,9 @@ def _of_budgets(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     if count:
         found = "" if plan.peak_bytes is None else f", {size_text(plan.peak_bytes)} were measured of it"
         yield (
-            f"{_times(count)} the peak was found above the plan's device_budget, and less stayed from then on where "
-            f"that was possible. The plan predicts {size_text(plan.predicted_peak_bytes)}{found}. Name "
-            "what else is on the device as optimizer_bytes when planning, or plan for a larger device_budget."
+            f"{_times(count)} the peak was found above the plan's device_budget, and fewer bytes stayed from then on "
+            f"if possible. The plan predicts {size_text(plan.predicted_peak_bytes)}{found}. Name other memory on the "
+            "device as optimizer_bytes when planning, or plan for a larger device_budget."
         )
     count = sum(stats.table_misses.values())
     if count and count >= _MUCH * (count + stats.table_forwards):
@@ -191,22 +191,23 @@ def _of_waits(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     elif ran >= _BUSY * stats.seconds:
         less = "To move less, "
         if not config.is_free and config.keep_last_bytes == "auto":
-            less += 'policy="free" moves what the link hides and no more; or '
+            less += 'set policy="free", which moves only bytes that the link hides; or '
         yield (
             f"Bandwidth is the limit: {waited}, while transfers ran {percent_text(ran / stats.seconds)} of the time at "
             f"{size_text(int(nbytes / ran))}/s. {less}checkpoint a part of the model, put `with eo.no_offload():` "
             "around modules that compute little, or set a larger min_bytes."
         )
     elif in_forward and window < a_step and _leaves_much(stats, window):
-        raised = f"Where memory allows, raise max_inflight_bytes from {size_text(window)} to {_larger(window)}."
+        raised = f"If memory allows, raise max_inflight_bytes from {size_text(window)} to {_larger(window)}."
         yield f"{waited.capitalize()}, mostly in forward for room in the in-flight window. {raised}{otherwise}"
     elif not in_forward and ahead < a_step and _leaves_much(stats, ahead):
-        raised = f"Where memory allows, raise prefetch_bytes from {size_text(ahead)} to {_larger(ahead)}."
-        yield f"{waited.capitalize()}, mostly in backward for what was not back yet. {raised}{otherwise}"
+        raised = f"If memory allows, raise prefetch_bytes from {size_text(ahead)} to {_larger(ahead)}."
+        yield f"{waited.capitalize()}, mostly in backward for tensors that were not back yet. {raised}{otherwise}"
     else:  # a step is shorter than the way there and back
         yield (
-            f"{waited.capitalize()}, and windows hold most of what a step offloads: backward asks for the newest bytes "
-            "at once. Let what computes little stay, with a larger min_bytes, `with eo.no_offload():` or skip."
+            f"{waited.capitalize()}, and windows hold most of the bytes that a step offloads: backward needs the "
+            "newest at once. Keep tensors of modules that compute little, with a larger min_bytes, "
+            "`with eo.no_offload():` or skip."
         )
 
 
@@ -228,8 +229,8 @@ def _planned_waits(stats: OffloadStats) -> str:
     said = f"The plan predicted a step of {plan.predicted_step_seconds:,.4g} s{took}"
     if planned is None or (relief := planned.relief) is None:
         return (
-            f"{said}: plan for a larger device_budget to wait less, or with larger windows; plan.front() says what "
-            "budgets buy."
+            f"{said}: plan for a larger device_budget to wait less, or with larger windows; plan.front() compares "
+            "budgets."
         )
     least = "" if planned.policy == "least" else 'policy="least" and '
     return (
@@ -246,31 +247,31 @@ def _of_what_stays(stats: OffloadStats, config: OffloadConfig, said: KeepReason 
         if nbytes and nbytes >= _MUCH * may_move and reason is not said:
             a_step = size_text(nbytes // max(stats.steps, 1))
             sentence = reason_text(reason, config, stats.prefetch_bytes)
-            yield f"{a_step} a step ({percent_text(nbytes / stats.saved_bytes)} of what is saved) {sentence}."
+            yield f"{a_step} a step ({percent_text(nbytes / stats.saved_bytes)} of the saved bytes) {sentence}."
 
 
 def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     def much(nbytes: int, sentence: str) -> Iterator[str]:
         if stats.offloaded_bytes and nbytes >= _VAIN * stats.offloaded_bytes:
             share = percent_text(nbytes / stats.offloaded_bytes)
-            yield f"{size_text(nbytes)} ({share} of what was offloaded) {sentence}"
+            yield f"{size_text(nbytes)} ({share} of the offloaded bytes) {sentence}"
 
     never_asked = max(stats.released_bytes - stats.failed_bytes, 0)
-    yield from much(never_asked, "were never asked for: run forwards without a backward under torch.no_grad().")
+    yield from much(never_asked, "were never unpacked: run forwards without a backward under torch.no_grad().")
     if (knob := _knob_of_what_stays(stats, config)) is not None:
-        vain = "were asked for before they had left, so that moving them was in vain."
+        vain = "were unpacked before they had left, so moving them was in vain."
         yield from much(stats.forwarded_bytes, f"{vain}{knob}")
     daily = stats.terabytes_a_day
     if daily >= _WEARS and stats.seconds >= WEAR_SECONDS:
         yield f"{daily:,.0f} TB a day would be written to disk, which wears it" + (
-            ". Where host memory has room, host_budget keeps more of it there."
+            ". If host memory has room, a larger host_budget keeps more of it there."
             if stats.host_bytes_peak
-            else ": compare with what the disk is rated for."
+            else ": compare this with the disk's rating."
         )
     if stats.keeps_freed_memory and _of_a_step(stats) >= _SHRINKS:  # on a CPU
         yield (
-            "Freed memory of the CPU stays with the process, as release_freed_memory=False has it, so that the process "
-            'hardly gets smaller: release_freed_memory="auto" or one call of eo.release_freed_memory() returns it.'
+            "Freed memory of the CPU stays with the process, because of release_freed_memory=False, so the process "
+            'hardly shrinks: release_freed_memory="auto" or one call of eo.release_freed_memory() returns it.'
         )
 
 
@@ -279,11 +280,11 @@ def _knob_of_what_stays(stats: OffloadStats, config: OffloadConfig) -> str | Non
     if config.is_free or 0 < stats.device_memory_peak <= stats.device_budget:
         return None
     if stats.plan is not None:
-        return " A plan for a larger device_budget leaves them where they are."
+        return " A plan for a larger device_budget keeps them on the device."
     if config.device_budget is not None:
-        return " A larger device_budget leaves them where they are."
+        return " A larger device_budget keeps them on the device."
     if config.keep_last_bytes != "auto":
-        return ' keep_last_bytes="auto" learns which those are.'
+        return ' keep_last_bytes="auto" finds these tensors and keeps them.'
     newest = config.newest_bytes(stats.prefetch_bytes)
     return f" Try keep_last_bytes={_larger(newest)}." if _leaves_much(stats, newest) else ""
 

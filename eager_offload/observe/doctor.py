@@ -326,15 +326,15 @@ def _when_it_pays(name: str, flop_per_byte: float) -> str:
     itemsize = 4 if name == "cpu" else 2
     width = hidden_from_width(flop_per_byte, itemsize)
     text = (
-        f"{name} does {flop_per_byte:,.0f} FLOP in the time that a saved byte takes. All that a transformer block "
-        f"saves is hidden from a width of {width:,} on"
+        f"{name} does {flop_per_byte:,.0f} FLOP in the time that a saved byte takes. The transfers of a transformer "
+        f"block are hidden from a width of {width:,} on"
     )
     if width < 768:  # blocks that are worth offloading are at least this wide
         # On a CPU, threads copy on the cores that compute, a cost that no link's speed tells.
         return text + (", and copies take a part of the processor." if name == "cpu" else ".")
     return text + (
-        f", and half of it from {width // 2:,}. Narrower ones do better with gradient checkpointing, alone or with "
-        "offloading: what a checkpointed block saves is hidden from a width of "
+        f", and half of them from {width // 2:,}. Narrower blocks do better with gradient checkpointing, alone or with "
+        "offloading: the transfers of a checkpointed block are hidden from a width of "
         f"{hidden_from_width(flop_per_byte, itemsize, checkpointed=True):,} on."
     )
 

@@ -18,15 +18,15 @@ REASONS = {
     KeepReason.SMALL: "are of tensors smaller than min_bytes, which is {min_bytes}",
     KeepReason.PARAMETER: "are parameters, which stay in memory anyway: the `with` has to be around the forward",
     KeepReason.DEVICE: "are on a device that nothing can be moved from here: in a process with an accelerator, tensors "
-    "of the CPU move only where a disk_path or a tier is given",
-    KeepReason.LAYOUT: "have no plain memory that could move: for their layout, or since they are of a subclass of "
-    "Tensor with a __torch_dispatch__ and no __tensor_flatten__, which would say what tensors they are made of",
+    "of the CPU move only if a disk_path or a tier is given",
+    KeepReason.LAYOUT: "have no plain memory that could move: because of their layout, or because they are of a "
+    "subclass of Tensor with a __torch_dispatch__ and no __tensor_flatten__, which would list their inner tensors",
     KeepReason.MARKED: "were marked to stay, by eo.keep or eo.no_offload",
-    KeepReason.REGION: "were saved where nothing may move: in modules that skip names, in a region that is marked, in "
+    KeepReason.REGION: "were saved in a place that is exempt: in modules that skip names, in a marked region, in "
     "a graph that calls a nested_compile_region, or in a capture",
-    KeepReason.NEWEST: "are the newest ones, which stay since backward asks for them at once: {setting} is {newest}",
-    KeepReason.ALIVE: "are of tensors that something else keeps alive until backward, as outputs in a list, attributes "
-    "of modules and names in the loop do: let go of them before it",
+    KeepReason.NEWEST: "are the newest ones, which stay because backward needs them at once: {setting} is {newest}",
+    KeepReason.ALIVE: "are of tensors that something else keeps alive until backward (outputs in a list, attributes of "
+    "modules, variables of the loop): delete these references before backward",
     KeepReason.BUDGET: "found no room in any tier: raise {budgets}, or name another disk_path",
     KeepReason.FAILED: "could not be copied: an earlier warning says why",
 }
@@ -36,7 +36,7 @@ def why(stats: OffloadStats, config: OffloadConfig) -> str:
     """Returns the text after "nothing moved, because": the reason, and the settings that would change it."""
     if stats.foreign_hooks or (stats.empty_forwards and not stats.saved_tensors):
         return (
-            "other saved-tensor hooks inside the context hide what is saved there: enter `with offload:` inside "
+            "other saved-tensor hooks inside the context hide the tensors saved there: enter `with offload:` inside "
             "theirs, or leave one of the two out"
         )
     if not stats.saved_tensors:

@@ -25,7 +25,7 @@ _NESTED = (
     "innermost one alone, so this one moves nothing. Leave one of the two out"
 )
 _BACKWARD_ALONE = (
-    "this context is around backward alone, and what backward reads was saved before: nothing moves. Put "
+    "this context is around backward alone, but tensors are saved in forward, so nothing moves. Put "
     "`with offload:` around the forward; backward may run inside or outside"
 )
 _UNSEEN = (
@@ -33,15 +33,15 @@ _UNSEEN = (
     "a model that trains, under grad mode"
 )
 _FOREIGN = (
-    "other saved-tensor hooks were entered inside this context and hide from it what is saved there. Enter "
+    "other saved-tensor hooks were entered inside this context and hide the tensors saved there. Enter "
     "this context inside theirs, or leave one of the two out"
 )
 #: Keys of the warnings that explain why nothing moved; one of them is enough.
 _HIDDEN = {"nothing", "empty", "foreign", "nested", "unseen"}
 _WITHOUT_CALLS = (
-    "{field}={patterns} has had no effect so far: no module that it names has been called. It counts for what is saved "
-    "where a module is called, as module(x), and not where module.forward(x) is, or a method of its own: name a module "
-    "around it, or write `with eager_offload.no_offload():` there"
+    "{field}={patterns} has had no effect so far: no module that it names has been called. A pattern matches calls "
+    "module(x), but not module.forward(x) or other methods: name a module around it, or write "
+    "`with eager_offload.no_offload():` there"
 )
 _INSTEAD = (
     "although backwards have run since: write `with offload:` around the forward, or call offload.compile(model); "

@@ -110,11 +110,11 @@ def _table(stats: OffloadStats) -> Iterator[str]:
     shared = f", and {size_text(stats.shared_bytes)} on the same storages" if stats.shared_bytes else ""
     yield row("offloaded", stats.offloaded_bytes, _number(stats.offloaded_tensors, "tensor") + shared)
     yield row("kept", sum(stats.kept_bytes.values()), sizes_text(stats.kept_bytes))
-    more = "more than offloaded: of a view, all that it spans travels"
+    more = "more than offloaded: a view moves with all that it spans"
     yield row("moved out", stats.bytes_out, more if stats.bytes_out > stats.offloaded_bytes else "")
-    found = {"still resident": stats.forwarded_bytes, "never asked for": stats.released_bytes}
+    found = {"still resident": stats.forwarded_bytes, "never unpacked": stats.released_bytes}
     rest = ", ".join(f"{size_text(nbytes)} {what}" for what, nbytes in found.items() if nbytes)
-    more = "more than went out: asked for several times" if stats.bytes_in > stats.bytes_out else ""
+    more = "more than went out: unpacked several times" if stats.bytes_in > stats.bytes_out else ""
     yield row("moved in", stats.bytes_in, "; ".join(filter(None, (more, rest))))
     stalled = f"{stats.stall_seconds / steps:>11.3f} s  {stats.stall_seconds:>11.3f} s"
     yield f"{'stalled':<11}{stalled}  of {stats.seconds:,.1f} s"
@@ -187,7 +187,7 @@ def summary(trace: Trace) -> list[Tile]:
         Tile(
             "Offloaded",
             size_text(offloaded),
-            f"and {size_text(shared)} shared with them: {_share(offloaded + shared, saved)} of what is saved",
+            f"and {size_text(shared)} shared with them: {_share(offloaded + shared, saved)} of the saved bytes",
         ),
         Tile("Kept", size_text(sum(kept.values())), sizes_text(kept)),
         Tile("Moved out", f"{size_text(stats.get('bytes_out', 0))}{_rate(trace, SliceKind.OFFLOAD)}", moved),

@@ -449,7 +449,7 @@ class Tracing:
         try:
             write_trace(found, self.path)
         except OSError as failure:
-            message = f"the trace could not be written to {self.path}: {failure}. What ran inside is not affected"
+            message = f"the trace could not be written to {self.path}: {failure}. The traced code is not affected"
             if error is None:
                 raise OffloadError(message) from failure
             warn(message)

@@ -104,7 +104,7 @@ def _longest(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eager_offload plan",
-        description="Says before the first step what fits, and what is to move. Nothing is run, and models "
+        description="Predicts memory, time and bytes to move before the first step. Nothing is run, and models "
         "on meta are never allocated.",
     )
     parser.add_argument(
@@ -133,13 +133,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer-bytes", help="bytes of the states of an optimizer, in place of counting them")
     parser.add_argument(
         "--mesh",
-        help="sizes of the mesh over which FSDP2 will shard the model, such as 8 or 2,8, or fsdp=8,tp=2, where the "
+        help="sizes of the mesh over which FSDP2 will shard the model, such as 8 or 2,8, or fsdp=8,tp=2 if the "
         "function calls parallelize_module",
     )
     parser.add_argument("--accumulation", type=int, default=1, help="backwards to a step; default: %(default)s")
     parser.add_argument("--policy", default=POLICIES[0], choices=POLICIES, help="default: %(default)s")
     parser.add_argument("--recompute", action="store_true", help="modules may be computed again in backward")
-    parser.add_argument("--front", action="store_true", help="what other budgets would do")
+    parser.add_argument("--front", action="store_true", help="compare with other budgets")
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.add_argument("--save", metavar="FILE", help="write the plan there, for Plan.load")
     parser.add_argument("--html", metavar="FILE", help="write a page of the plan there, to open in a browser")

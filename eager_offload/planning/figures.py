@@ -322,7 +322,7 @@ def sentences(plan: PlanFigures) -> list[str]:
         lines.append('less would be taken with policy="least", which keeps to its budget')
     elif not plan.fits:
         again = "" if plan.again else "recompute=True (--recompute), "
-        mesh = "" if plan.shards > 1 else "mesh=... (--mesh) where FSDP2 shards the model, "
+        mesh = "" if plan.shards > 1 else "mesh=... (--mesh) if FSDP2 shards the model, "
         lines.append(
             f"less is taken with {again}a smaller batch, {mesh}or smaller max_inflight_bytes and prefetch_bytes"
         )
@@ -364,7 +364,7 @@ def sentences(plan: PlanFigures) -> list[str]:
         device, host = size_text(plan.node * plan.peak_bytes), size_text(plan.node * plan.host_bytes)
         lines.append(f"each node of {plan.node} devices: a peak of {device} on them, and {host} of its own memory")
     if plan.host_budget is not None:
-        lines.append(f"in the tier: {size_text(plan.host_bytes)}, where {size_text(plan.host_budget)} may rest")
+        lines.append(f"in the tier: {size_text(plan.host_bytes)} of at most {size_text(plan.host_budget)}")
     return lines
 
 
@@ -378,7 +378,7 @@ def _answer(plan: PlanFigures) -> str:
         what = f"{stay} stay and {move} move{among}; the rest of {_kinds(plan.again)} is computed again"
     else:
         what = f"{move} move and {stay} stay" if plan.moved_bytes else "nothing moves"
-    fits = f"fits in {peak} of {budget}" if plan.fits else f"does not fit: {peak}, where {budget} may be taken"
+    fits = f"fits in {peak} of {budget}" if plan.fits else f"does not fit: {peak}, more than the budget of {budget}"
     return f"{fits}; {plan.step_seconds / compute:.2f} of a step without{instead}; {what}"
 
 

@@ -195,7 +195,7 @@ def _drawn(plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) 
             Tile("Least budget", size_text(plan.least_budget), "that a plan fits"),
         ]
     )
-    stack.table(["What the plan says"], [[line] for line in sentences(plan)], [1.0])
+    stack.table(["The plan"], [[line] for line in sentences(plan)], [1.0])
     problem, live_bytes = plan.problem, plan.live_bytes
     unmoved = StepSimulator(problem).run((False,) * len(problem.program.storages)).live_bytes
     every = -(-len(live_bytes) // _SAMPLES) or 1

@@ -174,9 +174,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     def error(self, what: str) -> PlanError:
         return PlanError(
-            f"{self.where} {what}. A plan is made without computing anything: what a step does may depend on shapes, "
-            "and on integers and booleans among the inputs, but on no other numbers. Train without a plan, with "
-            "Offload(device_budget=...): it measures the first steps, and moves the least that keeps to the budget"
+            f"{self.where} {what}. A plan is made without computing anything: a step may depend on shapes, and on "
+            "integers and booleans among the inputs, but not on other values. Train without a plan, with "
+            "Offload(device_budget=...): it measures the first steps, and moves the fewest bytes that keep the budget"
         )
 
     def __torch_dispatch__(

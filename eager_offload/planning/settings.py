@@ -68,9 +68,9 @@ def settings_of(
                 f"{name}={plan.config.shown(name)!r}: leave it out{other}"
             )
     if found.device_budget is not None:
-        raise ConfigError("plan=... does not go with device_budget, which says what moves: leave one of them out")
+        raise ConfigError("plan=... does not go with device_budget: both decide what moves. Leave one of them out")
     if found.is_free:
-        raise ConfigError('plan=... does not go with policy="free", which says what moves: leave one of them out')
+        raise ConfigError('plan=... does not go with policy="free": both decide what moves. Leave one of them out')
     return OffloadConfig.from_dict(_what_stays(plan), found)
 
 

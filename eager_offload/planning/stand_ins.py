@@ -262,8 +262,8 @@ def _copied(one: Any, memo: dict[int, Any], name: str = "") -> Any:
             raise PlanError(f"{what} has a module of {OF_TORCHSCRIPT}") from error
         if not name:
             raise PlanError(
-                f"the model cannot be copied, which tracing it takes ({type(error).__name__}: {error}). Give the "
-                "module inside of what wraps it"
+                f"the model cannot be copied, which a plan requires ({type(error).__name__}: {error}). Give the "
+                "module without its wrapper"
             ) from error
         for path, part in zip(*flatten_with_names(one)[:2], strict=True):
             try:
@@ -273,7 +273,7 @@ def _copied(one: Any, memo: dict[int, Any], name: str = "") -> Any:
                 break
         raise PlanError(
             f"{name} is of the type {type(one).__name__}, which cannot be copied ({type(error).__name__}: {error}): a "
-            "step may change it, so a copy is traced. Give what can be copied, such as a list in place of an iterator"
+            "step may change it, so a copy is traced. Give a type that can be copied, such as a list, not an iterator"
         ) from error
 
 

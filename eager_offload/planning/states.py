@@ -63,8 +63,8 @@ def states_of(optimizer: Optimizing, parameters: Sequence[Tensor], shape_of: Cal
         trial = optimizer(_fakes_of(trained, shape_of))
         if not isinstance(trial, Optimizer):
             raise ConfigError(
-                f"optimizer={name} is not accepted: it makes a {type(trial).__name__}, where optimizer takes what "
-                "makes a torch.optim.Optimizer"
+                f"optimizer={name} is not accepted: it returns a {type(trial).__name__}, but has to return a "
+                "torch.optim.Optimizer"
             )
         return States(type(trial).__name__, _step(trial))
 

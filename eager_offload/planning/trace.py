@@ -134,9 +134,9 @@ def _lacks(error: Exception) -> str | None:
     if not isinstance(error, NotImplementedError | AssertionError) or not raised.startswith(_OPERATORS):
         return None
     return (
-        f"calls what cannot be traced ({error}). Plan it with another attention in that place, such as "
+        f"calls an operator that cannot be traced ({error}). Plan with another attention in its place, such as "
         "torch.nn.functional.scaled_dot_product_attention, which saves tensors of the same sizes, or train without a "
-        "plan: Offload(device_budget=...) learns from the first steps what has to move"
+        "plan: Offload(device_budget=...) measures the first steps and moves the fewest bytes that keep the budget"
     )
 
 
@@ -189,13 +189,13 @@ def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
             found = returned[0]
     if not isinstance(found, Tensor) and loss is not None:
         raise PlanError(
-            f"loss=... returns {type(found).__name__}, of which there are no gradients: it takes what the model "
-            "returns and has to return the loss as a tensor"
+            f"loss=... returns {type(found).__name__}, which has no gradients: give a function that takes the model's "
+            "output and returns the loss as a tensor"
         )
     if not isinstance(found, Tensor):
         raise PlanError(
-            f"no loss was found: the model returns {type(returned).__name__}, which is no tensor and has no `loss`. "
-            "Give loss=..., a function that makes it of what the model returns"
+            f"no loss was found: the model returns {type(returned).__name__}, which is not a tensor and has no `loss`. "
+            "Give loss=..., a function that takes the model's output and returns the loss"
         )
     if not found.requires_grad:
         raise PlanError("the loss requires no gradient, so a step of this model saves nothing: no parameter is trained")
@@ -205,8 +205,8 @@ def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
 #: Types of holders that are not named themselves: their own holders are searched, up to this many levels.
 _FOLLOWED, _LEVELS = (tuple, list, set, frozenset, CellType, FunctionType), 4
 _HELD = (
-    "a tensor of the plan's trace is held by {}, where it has no numbers: plan in a process of its own, by python -m "
-    "eager_offload plan, or have the model keep it in an attribute, which its copy has"
+    "a tensor of the plan's trace is held by {}, but has no values: plan in a separate process, with python -m "
+    "eager_offload plan, or let the model keep the tensor in an attribute, which a copy of the model has too"
 )
 _A_DICT = "a dict"
 

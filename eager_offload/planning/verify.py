@@ -99,7 +99,7 @@ class Check:
             raise self._error(f"raises {type(error).__name__}: {error}") from error
         if self._first.is_over and len(saves.all) < len(self._first.all):
             self._compare(saves, passes=False)
-            raise self._error(f"saves {len(saves.all)} values, where forward saved {len(self._first.all)}")
+            raise self._error(f"saves {len(saves.all)} values, but forward saved {len(self._first.all)}")
         self._compare(saves)
 
     def _compare(self, saves: _Saves, *, passes: bool = True) -> None:

@@ -135,7 +135,7 @@ class AcceleratorCaptures:
         accelerator, device = torch.accelerator, stream.device
         with self._lock:
             if CAPTURES.own() is not None or captures.is_capturing(None) or captures.is_capturing(stream.device_index):
-                raise CaptureStateError("a capture was begun inside of another one: what would a replay of it begin?")
+                raise CaptureStateError("a capture was begun inside of another one: end that first")
             for other in CAPTURES.under_way:
                 if other.mode is CaptureMode.GLOBAL or other.stream.device == device:
                     raise CaptureStateError(
@@ -233,8 +233,8 @@ def _named(error: RuntimeError) -> GraphError:
             f"work: have it wait for that stream before the capture ends. The driver says: {text}"
         )
     return CaptureInvalidatedError(
-        "a call that is not permitted in a capture has invalidated it, such as one that has the host wait. What raised "
-        f"first, inside of the capture, says which. The driver says: {text}"
+        "a call that is not permitted in a capture has invalidated it (e.g. one that makes the host wait). The first "
+        f"error raised inside of the capture names the call. The driver says: {text}"
     )
 
 
@@ -338,7 +338,7 @@ def _no_wait() -> CaptureStateError:
             "the host was to wait for a device while another thread captures in mode 'global', in which no thread may: "
             "with 'thread_local', the default, others may"
         )
-    return CaptureStateError("the host was to wait for a device in a capture, where nothing runs before a replay")
+    return CaptureStateError("the host was to wait for a device in a capture, but nothing runs before a replay")
 
 
 class _EventRecord(FinalizerRecord[AcceleratorEvent]):

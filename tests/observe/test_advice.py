@@ -98,22 +98,30 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (OVER, BUDGET, "3 forwards had a peak above device_budget"),
     ({**OVER, "keep_last_bytes": 9}, BUDGET, NOTHING),  # it has come down since
     # waits
-    (BUSY, {}, 'Bandwidth is the limit: compute waited 20 %|50 % of the time at 163.8 |To move less, policy="free"'),
+    (
+        BUSY,
+        {},
+        'Bandwidth is the limit: compute waited 20 %|50 % of the time at 163.8 |To move less, set policy="free"',
+    ),
     (BUSY, {"policy": "free"}, "Bandwidth is the limit|To move less, checkpoint a part of the model"),
     (IN_FORWARD, {"max_inflight_bytes": "64MiB"}, 'Compute waited 5.0 %|raise max_inflight_bytes|64.0 MiB to "128MiB"'),
     (WAITS, {"prefetch_bytes": "100MiB"}, 'Compute waited|raise prefetch_bytes from 100.0 MiB to "200MiB"'),
     ({**WAITS, **UNTIMED}, {}, "Compute waited|mostly in backward|If that changes little, bandwidth is the limit"),
-    ({**WAITS, "steps": 100}, {}, "Compute waited|windows hold most of what a step offloads"),  # which is 80 MiB
+    (
+        {**WAITS, "steps": 100},
+        {},
+        "Compute waited|windows hold most of the bytes that a step offloads",
+    ),  # which is 80 MiB
     # what stays, and what moves in vain
-    (kept("alive", 4 * GIB), {}, "409.6 MiB a step (40 % of what is saved) are of tensors that something else keeps"),
+    (kept("alive", 4 * GIB), {}, "409.6 MiB a step (40 % of the saved bytes) are of tensors that something else keeps"),
     (kept("device", GIB), {}, "102.4 MiB|accelerator"),
-    (kept("layout", GIB), {}, "102.4 MiB|for their layout"),
+    (kept("layout", GIB), {}, "102.4 MiB|because of their layout"),
     (kept("newest", 4 * GIB), BUDGET, NOTHING),  # as many as it has room for
-    ({"released_bytes": 4 * GIB}, {}, "4.0 GiB (50 % of what was offloaded) were never asked for|torch.no_grad()"),
+    ({"released_bytes": 4 * GIB}, {}, "4.0 GiB (50 % of the offloaded bytes) were never unpacked|torch.no_grad()"),
     (VAIN, {}, '4.0 GiB (50 %|keep_last_bytes="512MiB"'),
-    (VAIN, BUDGET, "4.0 GiB|A larger device_budget leaves them"),
-    (VAIN, {"keep_last_bytes": 0}, '4.0 GiB|keep_last_bytes="auto" learns'),
-    (WRITES, {}, "17 TB a day would be written to disk, which wears it: compare with what the disk is rated for."),
+    (VAIN, BUDGET, "4.0 GiB|A larger device_budget keeps them"),
+    (VAIN, {"keep_last_bytes": 0}, '4.0 GiB|keep_last_bytes="auto" finds'),
+    (WRITES, {}, "17 TB a day would be written to disk, which wears it: compare this with the disk's rating."),
     ({**WRITES, "host_bytes_peak": GIB}, {}, "17 TB a day|host_budget keeps more"),
     ({**WRITES, "seconds": 59.0}, {}, "Nothing held"),  # too short to say
     ({"keeps_freed_memory": True}, {}, "Freed memory of the CPU stays|eo.release_freed_memory()"),
@@ -123,7 +131,7 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (PLANNED | MISSES, {}, "3 of 20 forwards differed from those that they began like (order 1, size 2)"),
     (PLANNED | BUSY, {}, "Compute waited 20 %|a step of 0.5 s: plan for a larger device_budget"),
     ({"plan": TOOK, **WAITS}, {}, "Compute waited|a step of 0.5 s, and 0.75 s were measured"),
-    (PLANNED | VAIN, {}, "4.0 GiB (50 %|A plan for a larger device_budget leaves"),
+    (PLANNED | VAIN, {}, "4.0 GiB (50 %|A plan for a larger device_budget keeps"),
 ]
 
 
@@ -182,9 +190,9 @@ OF_MEMORY: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MOVED | {"compiled_regions": 3}, {}, "Memory hardly fell|since windows of"),
     (SMALL, {}, "Memory did not fall: nothing moved, because of the 100.0 MiB|min_bytes, which is 1.0 MiB"),
     (FREE, {"policy": "free"}, 'Memory did not fall|policy="free" has not found'),
-    (REGION, {"skip": ["*"]}, "Memory did not fall|where nothing may move: in modules that skip names"),
+    (REGION, {"skip": ["*"]}, "Memory did not fall|in a place that is exempt: in modules that skip names"),
     (LOWER | {"copies_within_host": True}, {"tier": "host"}, 'Memory did not fall|within host|tier="auto"'),
-    (IN_VAIN, {}, "Memory was moved in vain: there was no backward"),
+    (IN_VAIN, {}, "Memory was moved in vain: no backward"),
     (IN_VAIN | {"failed_forwards": 1, "failed_bytes": 96 * MIB}, {}, "Memory fell"),
 ]
 

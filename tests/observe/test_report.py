@@ -75,7 +75,7 @@ def test_the_report_has_the_numbers_of_the_trace() -> None:
     assert {tile.name: (tile.value, tile.rest) for tile in summary(EXAMPLE)} == {
         "Peak on the device": ("45.0 MiB", "168.0 MiB without offload (-73 %)"),
         "Saved": ("196.0 MiB", "in 60 tensors"),
-        "Offloaded": ("140.0 MiB", "and 20.0 MiB shared with them: 82 % of what is saved"),
+        "Offloaded": ("140.0 MiB", "and 20.0 MiB shared with them: 82 % of the saved bytes"),
         "Kept": ("36.0 MiB", "newest 28.0 MiB, small 8.0 MiB"),
         "Moved out": ("1.0 MiB at 600.0 MB/s", "0 B back"),  # time that overlaps counts once
         "Compute stalled": ("15.0 ms", "1.7 % of 900.0 ms; the host waited 6.00 s"),

@@ -87,7 +87,7 @@ def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(caps
     assert main(["plan", f"{MODELS}:two_blocks", "--device", "rtx4090", "--device-budget", "1GiB", "--front"]) == 1
     output = capsys.readouterr().out
     assert "Stack with 1.6 GiB of AdamW states on rtx4090" in output
-    assert re.match(r"does not fit: \d+\.\d GiB, where 1\.0 GiB may be taken; ", output)
+    assert re.match(r"does not fit: \d+\.\d GiB, more than the budget of 1\.0 GiB; ", output)
     assert "less is taken with recompute=True (--recompute), a smaller batch" in output
     front = output.rpartition("     budget")[2].splitlines()
     assert len(front) == 9 + 3

@@ -42,11 +42,11 @@ def test_it_is_among_the_settings_and_said(capsys: pytest.CaptureFixture[str]) -
     config = {**CONFIG, "host_budget": "512KiB"}
     plan = planned(policy="max", config=config)
     assert plan.host_budget == 512 * KIB
-    assert f"in the tier: {plan.host_bytes / KIB:.1f} KiB, where 512.0 KiB may rest" in str(plan)
+    assert f"in the tier: {plan.host_bytes / KIB:.1f} KiB of at most 512.0 KiB" in str(plan)
     assert planned(host_budget="1MiB", config=config).host_budget == 1 << 20, "what is given here comes first"
     for offload in (eo.Offload(plan=plan), eo.Offload(plan=plan, config={"verify": True})):
         assert offload.config.host_budget == 512 * KIB
     model_of = "tests.planning.models_of_a_user:two_blocks"
     assert main(["plan", model_of, "--device", "a100", "--policy", "max", "--host-budget", "1GiB"]) == 0
-    assert "where 1.0 GiB may rest" in capsys.readouterr().out
+    assert "of at most 1.0 GiB" in capsys.readouterr().out
     assert "in the tier" not in str(planned())

@@ -116,7 +116,7 @@ def test_h54_steps_of_another_model_train_exactly(how: str, half: eo.Plan, tmp_p
         ({"config": eo.OffloadConfig()}, "min_bytes='1MiB' does not go with plan"),
         ({"config": {"min_bytes": 1}}, "min_bytes='1B' does not go with plan"),
         ({"device_budget": "1GiB"}, "does not go with device_budget"),
-        ({"plan": "plan.json"}, "plan takes what eager_offload.plan or Plan.load returns"),
+        ({"plan": "plan.json"}, "plan takes a result of eager_offload.plan or Plan.load"),
     ],
 )
 def test_fields_that_contradict_a_plan_are_errors(given: dict[str, Any], said: str, half: eo.Plan) -> None:

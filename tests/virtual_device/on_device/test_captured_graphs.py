@@ -293,7 +293,9 @@ def test_a_capture_that_has_failed_is_over_and_holds_nothing(virtual: VirtualDev
             assert not is_capturing()
 
     with user:
-        with pytest.raises(CaptureInvalidatedError, match=r"What raised first.*was invalidated by an earlier call"):
+        with pytest.raises(
+            CaptureInvalidatedError, match=r"first error raised inside.*was invalidated by an earlier call"
+        ):
             invalidate()
         assert torch.accelerator.current_stream() == user
     assert guard.status() is CaptureStatus.NONE
