@@ -176,13 +176,8 @@ def request_of(
     given = OffloadConfig.from_given(config, {})
     if given.keep_last_bytes != "auto":
         raise ConfigError(
-<<<<<<< HEAD
-            f"keep_last_bytes={given.given('keep_last_bytes')!r} does not go with a plan, because the plan decides "
-            "what stays: leave it out, give a device_budget, or mark what has to stay with eager_offload.keep"
-=======
             f"keep_last_bytes={given.given('keep_last_bytes')!r} does not go with a plan, which decides itself which "
             "tensors stay: leave it out, give a device_budget, or mark tensors to keep with eager_offload.keep"
->>>>>>> d5
         )
     settings = replace(given, device_budget=None, policy="max")
     if host_budget is not None:
