@@ -312,7 +312,7 @@ class SavedView:
         saves = self.storage.saves
         offloader, moves, readings = saves.offloader, saves.moves, saves.keeping.readings
         if offloader.can_capture or offloader.lock._is_owned():  # else no call is refused
-            offloader.refuse_call("backward asked for a tensor that was offloaded")
+            offloader.refuse_call("backward needed a tensor that was offloaded")
         if version_of(self.alias) != self.version:  # as autograd's own check, which hooks switch off
             raise modified(self.alias, self.size, self.version)
         try:
