@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         OffloadConfig.from_given(None, fields_of(options.settings))
         if options.recompute and options.device_budget is None:
-            raise ConfigError("--recompute needs --device-budget, the bytes by which a plan is made, such as 40GiB")
+            raise ConfigError("--recompute needs --device-budget, the bytes to plan for, such as 40GiB")
         if options.steps < 1:
             raise ConfigError(f"--steps {options.steps} is not accepted: it takes a whole number, 1 or more")
         with tempfile.TemporaryDirectory(prefix="eager_offload_check_") as folder:
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eager_offload check",
-        description="Trains a model for a few steps with and without offload, in processes of their own, and compares "
+        description="Trains a model for a few steps with and without offload, in separate processes, and compares "
         "every loss, gradient, parameter and buffer bit for bit.",
         epilog="The exit status is 0 if all bits are equal, 1 if any differs, 2 if the comparison was not possible.",
     )
@@ -100,8 +100,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FIELD=VALUE",
         help="a field of OffloadConfig, such as min_bytes=4KiB, or a JSON or TOML file of fields; may be given again",
     )
-    parser.add_argument("--device-budget", help="train by the plan for so many bytes, such as 40GiB")
-    parser.add_argument("--recompute", action="store_true", help="and with the modules that the plan computes again")
+    parser.add_argument("--device-budget", help="train by a plan for this many bytes, such as 40GiB")
+    parser.add_argument("--recompute", action="store_true", help="and recompute the modules that the plan selects")
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--to", type=Path, help=argparse.SUPPRESS)

@@ -94,8 +94,8 @@ class Region(ContextDecorator):
     def __call__(self, func: F) -> F:
         if any(is_one(func) for is_one in (isclass, isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
             raise OffloadError(
-                f"{_WRITTEN} decorates functions that have run when they return, and "
-                f"{getattr(func, '__name__', func)} is none: write `with {_WRITTEN}:` inside of it"
+                f"{_WRITTEN} decorates functions that have finished when they return, and "
+                f"{getattr(func, '__name__', func)} is not such a function: write `with {_WRITTEN}:` inside of it"
             )
         return super().__call__(func)
 

@@ -705,7 +705,7 @@ class Offload:
             if context is None or context.forward is not inherited.forward:  # it has entered one of its own
                 self.pack = replaced
                 return replaced(tensor)
-            forked = FORKED.format(where="inside of a `with offload` of its parent's")
+            forked = FORKED.format(where="inside of its parent's `with offload`")
             warn_once("forked", forked, self._accounts.said)
             with no_offload():
                 return replaced(tensor)

@@ -29,7 +29,7 @@ from tests.tiers.files import Watched
 
 NO_PLACES = [
     ("missing", "does not exist"),
-    ("file", "is no directory"),
+    ("file", "is not a directory"),
     ("file/directory", "does not exist"),
     ("link", "does not exist"),
     ("/proc" if os.geteuid() == 0 else "read-only", ""),  # where even root creates no file

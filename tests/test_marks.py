@@ -143,7 +143,7 @@ async def coroutine() -> None: ...
 
 @pytest.mark.parametrize("function", [iter_of, coroutine, torch.nn.Linear], ids=lambda one: one.__name__)
 def test_what_runs_after_it_has_returned_is_no_function_to_decorate(function: Any) -> None:
-    with pytest.raises(eo.OffloadError, match=rf"{function.__name__} is none: write `with"):
+    with pytest.raises(eo.OffloadError, match=rf"{function.__name__} is not such a function: write `with"):
         eo.no_offload()(function)
 
 

@@ -75,7 +75,13 @@ TOLD: list[tuple[Callable[[eo.Offload], None], int, dict[str, Any], str, str]] =
     (train, 2, {}, "", "min_bytes, which is 1.0 MiB"),
     (train, 1, {"min_bytes": 0}, "", "are the newest ones, which stay"),
     (train, 1, {"min_bytes": 0, "device_budget": "1TiB"}, "", ""),  # nothing is known yet: all moves
-    (count_anew, 4, {"min_bytes": 0, "device_budget": "1TiB"}, "", "saves fit into device_budget beside all else"),
+    (
+        count_anew,
+        4,
+        {"min_bytes": 0, "device_budget": "1TiB"},
+        "",
+        "saves fit into device_budget with all other memory",
+    ),
     (train, 1, {"min_bytes": 0, "policy": "free"}, "", 'as long as policy="free" has not found that they move'),
     (train_large, 4, MOVES, "", ""),
     (train_large, 3, {**MOVES, "disk_budget": 1}, "no room for", ""),

@@ -376,9 +376,9 @@ def _offload_between(forward: GraphModule, backward: GraphModule, num_outputs: i
         insert_into_pair(ours, theirs, num_outputs, choice, config)
     except Exception as error:  # [Note: graphs that cannot be offloaded]
         warn(
-            "a compiled graph is not offloaded, since the pass that would have done it raised "
-            f"{type(error).__name__}: {error}. Its results are right, but it takes as much memory as without offload. "
-            "Please report it, with TORCH_LOGS=aot_graphs"
+            "a compiled graph is not offloaded, because the pass that inserts transfers raised "
+            f"{type(error).__name__}: {error}. Its results are right, but no memory is saved. Please report it, with "
+            "TORCH_LOGS=aot_graphs"
         )
         ours, theirs = forward.graph, backward.graph
         choice = choose_nothing(ours, num_outputs)

@@ -53,8 +53,8 @@ def boundary_of(graph: Graph, num_outputs: int) -> Node:
     found = next(behind, None)
     if found is None:
         raise OffloadError(
-            f"no node of the graph comes behind its first {num_outputs} outputs: say how many of them are the "
-            "forward's, boundary_of(graph, num_outputs=1), or pass the first node of the backward as the boundary"
+            f"no node of the graph comes after its first {num_outputs} outputs: give the number of outputs "
+            "of the forward, boundary_of(graph, num_outputs=1), or pass the first node of the backward as the boundary"
         )
     return found
 

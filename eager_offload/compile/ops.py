@@ -345,7 +345,7 @@ def _wait_for_reload(pending: _Reload) -> None:
     if (transfer := pending.transfer) is not None:
         assert pending.offloader is not None
         if (offloader := pending.offloader()) is None:
-            raise OffloadError("a reload was waited for after the host tensor that it came from had gone")
+            raise OffloadError("a reload was waited for after its host tensor had been freed")
         failure: OffloadError | None = None
         try:
             offloader.wait(transfer, offloader.runtime.current_stream(offloader.device), "reload")
@@ -461,8 +461,8 @@ def _wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, *, after: Tens
         _wait_for_reload(pending)
     elif tensor.numel():
         raise OffloadError(
-            f"wait_tensor was given a tensor of size {list(tensor.size())} of which no transfer is pending: pair it, "
-            "once, with an eager_offload::offload or eager_offload::reload that was called with wait=False"
+            f"wait_tensor was given a tensor of size {list(tensor.size())} without a pending transfer: call it "
+            "once for each eager_offload::offload or eager_offload::reload that was called with wait=False"
         )
 
 

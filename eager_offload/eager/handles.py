@@ -313,7 +313,7 @@ class SavedView:
         saves = self.storage.saves
         offloader, moves, readings = saves.offloader, saves.moves, saves.keeping.readings
         if offloader.can_capture or offloader.lock._is_owned():  # otherwise `refuse_call` would do nothing
-            offloader.refuse_call("backward asked for a tensor that was offloaded")
+            offloader.refuse_call("backward needed a tensor that was offloaded")
         if version_of(self.alias) != self.version:  # as autograd's own check, which hooks switch off
             raise modified(self.alias, self.size, self.version)
         try:

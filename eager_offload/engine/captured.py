@@ -162,8 +162,8 @@ class CapturedTransfers(DeviceOffloader):
             raise reentered()
         if self._is_over:
             raise CaptureStateError(
-                "backward asked for a tensor that a captured step has saved, after the capture: the tensor is in the "
-                "graph alone. Run backward inside of the step"
+                "backward needed a saved tensor of a captured step after the capture: the tensor exists only in the "
+                "graph. Run backward inside of the step"
             )
 
     def slot_for(self, nbytes: int, found: ReservedSlot | None) -> Slot | Shortage | None:

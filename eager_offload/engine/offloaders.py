@@ -89,7 +89,7 @@ class Offloaders:
         """
         if self._config.tier == "disk":
             raise ConfigError(
-                'reserve takes host memory, and with tier="disk" nothing rests there: give tier="auto" or "host", or '
+                'reserve takes host memory, but tier="disk" stores nothing there: give tier="auto" or "host", or '
                 "do not call reserve"
             )
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -284,7 +284,7 @@ class Offloaders:
         if config.tier == "disk" or (config.tier == "auto" and (on_host_runtime or config.disk_path is not None)):
             return [self._disk_tier()]
         if on_host_runtime:
-            message = 'tier="host" on a CPU device copies within host memory: it saves nothing, for tests'
+            message = 'tier="host" on a CPU device copies within host memory: it frees nothing and is meant for tests'
             warn_once("host_tier", message)
         return [self._host_tier(runtime)]
 

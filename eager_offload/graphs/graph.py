@@ -120,7 +120,7 @@ class CapturedGraph:
             CaptureStateError: the graph was not captured with ``debug=True``.
         """
         if not self._can_dump:
-            raise CaptureStateError("a graph can be dumped that was captured with debug=True")
+            raise CaptureStateError("only a graph that was captured with debug=True can be dumped")
         self._graph.debug_dump(os.fspath(path))
 
     def keep(self, *used: object) -> None:

@@ -262,7 +262,7 @@ class CapturePool:
         with self._lock:
             self.check_open("a capture was begun")
             if self._capture is not None:
-                raise PoolInUseError("a capture was begun with a pool that another one uses: one at a time")
+                raise PoolInUseError("a capture was begun with a pool that another capture is using: end that first")
             self._capture = capture
 
     def end(self, graph: object | None, memory: MemoryPool | None = None) -> None:

@@ -68,7 +68,7 @@ def offload_from(given: Given, fields: Mapping[str, Any] | None = None) -> Offlo
     if others := fields.keys() - {"enabled"}:
         raise ConfigError(
             f"{', '.join(sorted(others))} beside an Offload is not accepted: it has its configuration already. Give "
-            "them to Offload(...), or leave it out here"
+            "them to Offload(...), or leave them out here"
         )
     return given if fields.get("enabled", True) else Offload(given.config, **fields)
 

@@ -134,8 +134,9 @@ class FirstBatch:
         elif any(one.requires_grad for one in module.parameters()):
             if contexts.entered(self._offload) is not None:
                 raise ConfigError(
-                    "recompute=True plans the first call, for which the Offload is set up anew: it cannot be inside of "
-                    "a `with` of that. Call the model outside, or plan before: prepare(..., example=...)"
+                    "recompute=True plans the first call and configures the Offload by the plan, so this call must not "
+                    "be inside of a `with` of the Offload. Call the model outside, or plan before that: "
+                    "prepare(..., example=...)"
                 )
             if not named:
                 self.plan(module, arguments)
@@ -143,8 +144,8 @@ class FirstBatch:
             parameters = [*inspect.signature(modules_by_name(module)[""].forward).parameters.values()]
             if any(one.kind not in _NAMED for one in parameters[: len(arguments)]):
                 raise PlanError(
-                    f"{type(module).__name__} was called with arguments by name beside some that have none, and a plan "
-                    "takes one or the other: give all in one way, or leave recompute=True out"
+                    f"{type(module).__name__} was called with positional and keyword arguments, but a plan takes only "
+                    "one kind: give all in one way, or leave recompute=True out"
                 )
             self.plan(module, {**{one.name: given for one, given in zip(parameters, arguments, strict=False)}, **named})
 

@@ -32,7 +32,7 @@ except ImportError as error:
 
 __all__ = ["OffloadTrainerCallback", "OffloadTrainerMixin"]
 
-_INSTEAD = "take OffloadTrainerMixin, which is around all of a training step"
+_INSTEAD = "use OffloadTrainerMixin, which surrounds the whole training step"
 _SWITCH = "gradient_checkpointing=False of TrainingArguments, and model.gradient_checkpointing_disable()"
 
 if TYPE_CHECKING:
@@ -292,8 +292,8 @@ class OffloadTrainerMixin(_Base):
         if Trainer in order and order.index(Trainer) < order.index(OffloadTrainerMixin):
             bases = ", ".join(base.__name__ for base in cls.__bases__ if base is not OffloadTrainerMixin)
             raise ConfigError(
-                f"class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)}) is not accepted: behind "
-                "Trainer the mixin is never asked, and nothing would move. Write "
+                f"class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)}) is not accepted: after "
+                "Trainer the mixin has no effect, and nothing would move. Write "
                 f"class {cls.__name__}(OffloadTrainerMixin, {bases})"
             )
 

@@ -181,7 +181,7 @@ def as_torch_kernel(kernel: Kernel, impl: str = "auto") -> TorchKernel:
         raise KernelError(f"impl={impl!r} is not accepted: it is one of {', '.join(map(repr, _IMPLS))}")
     if impl == "cuda":
         if impl not in kernel.impls:
-            raise KernelError(f"{kernel.name}: impl={impl!r} is asked for, and impls has no {impl!r}")
+            raise KernelError(f"{kernel.name}: impl={impl!r} was requested, but impls has no {impl!r}")
         missing = ""
         if torch.version.hip is not None:  # torch.cuda is ROCm's there: its compiler takes HIP C++, its warps differ
             missing = "this torch is built for ROCm"

@@ -69,9 +69,9 @@ def main_reason(stats: OffloadStats, config: OffloadConfig, share: float = 0.0) 
     elif stats.plan is not None:
         clause = f"of the {saved} that a step saves, {stays} stay as the plan says"
     elif config.newest_bytes(1) == 0:
-        clause = f"{stays} a step were asked for, or closed upon, before they left"
+        clause = f"{stays} a step were unpacked, or their context was closed, before they left"
     elif 0 < stats.device_memory_peak <= stats.device_budget:
-        clause = f"the {saved} that a step saves fit into device_budget beside all else"
+        clause = f"the {saved} that a step saves fit into device_budget with all other memory"
     elif is_bounded and stats.compiled_regions and not (stats.device_budget or stats.keep_last_bytes):
         clause = (
             f"of the {saved} that a step saves, {stays} stay as was decided for compiled code: by its budget, "

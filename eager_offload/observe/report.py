@@ -75,7 +75,7 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
         looked_up = _number(stats.table_forwards, "forward")
         lines.append(f"looked up  {looked_up}; not to the end: {counts_text(stats.table_misses)}")
     if stats.is_approximate:
-        lines.append("note       an interrupt came in the midst of the library: the figures are approximate")
+        lines.append("note       an interrupt came inside the library: the figures are approximate")
     for sentence in stats.advice:
         lines += textwrap.wrap(sentence, 100, initial_indent="advice     ", subsequent_indent=" " * 11)
     return "\n".join(lines)

@@ -120,13 +120,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--longest",
         metavar="BUDGET",
-        help="find the longest sequence that fits so many bytes, such as 75GiB; the function is given the length",
+        help="find the longest sequence that fits into this many bytes, such as 75GiB; the function gets the length",
     )
     parser.add_argument(
         "--at-most", type=int, default=1 << 24, help="the longest length that --longest tries; default: %(default)s"
     )
     parser.add_argument("--device-budget", help="bytes of the device, such as 40GiB; default: all that it has")
-    parser.add_argument("--host-budget", help="bytes that may rest in the tier at one time; default: any number")
+    parser.add_argument("--host-budget", help="most bytes in the tier at one time; default: unlimited")
     parser.add_argument(
         "--optimizer", default="AdamW", help="a class of torch.optim, in any case, or none; default: %(default)s"
     )
@@ -249,5 +249,5 @@ def _function(text: str) -> Callable[..., Any]:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{text!r} is not accepted: {error}") from error
     if not callable(function):
-        raise ConfigError(f"{text!r} is not accepted: it is no function")
+        raise ConfigError(f"{text!r} is not accepted: it is not a function")
     return function

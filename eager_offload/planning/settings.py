@@ -51,7 +51,7 @@ def settings_of(
             if name in known and given not in ("auto", known[name]):
                 raise ConfigError(
                     f"{variable_of(name)}={variables.shown(name)} in the environment does not go with plan=..., which "
-                    f"was made for {name}={shown(known[name])!r}: unset the variable, or plan anew"
+                    f"was made for {name}={shown(known[name])!r}: unset the variable, or plan again"
                 )
     if config is None:
         config = plan.config

@@ -210,9 +210,9 @@ class StandIns(TorchFunctionMode):
         is_plain = type(tensor) in (Tensor, nn.Parameter) or is_plain_fake(tensor)
         spec = spec_of(tensor) if gathered is None and is_distributed(tensor) else gathered and gathered[-1]
         if gathered is None and spec is None and (is_wrapper(tensor) or not is_plain):
-            raise PlanError(f"a {type(tensor).__name__} is none of the tensors that a plan can be made for")
+            raise PlanError(f"a plan cannot be made for a tensor of the type {type(tensor).__name__}")
         if tensor.layout is not torch.strided:
-            raise PlanError(f"a tensor of the layout {tensor.layout} is none that a plan can be made for")
+            raise PlanError(f"a plan cannot be made for a tensor of the layout {tensor.layout}")
         is_told = tensor.device.type == self._device.type or (self._are_there and tensor.device.type == "cpu")
         place = tensor.device if is_told else self._device
         if gathered is not None:

@@ -162,7 +162,7 @@ class AcceleratorRuntime(Runtime):
         """
         if pin_memory and self.is_restricted():
             raise HostAllocationUnderCaptureError(
-                f"{nbytes:,} bytes of host memory cannot be pinned while a graph is captured: allocate them before that"
+                f"{nbytes:,} bytes of host memory were to be pinned during a capture: reserve them before the capture"
             )
         if not pin_memory:
             return self._pinned.pageable(nbytes)

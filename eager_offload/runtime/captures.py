@@ -262,7 +262,7 @@ class AcceleratorEvent:
             if CAPTURES.under_way and CAPTURES.of(stream) is not None:
                 raise CaptureStateError(
                     "in a capture, a stream was told to wait for an event that was recorded outside of it after it had "
-                    "begun: no replay could. What came before the capture is over"
+                    "begun, which no replay can do. Work from before the capture needs no wait"
                 )
             stream.wait_event(self._event)
 

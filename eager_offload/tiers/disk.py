@@ -91,7 +91,7 @@ class DiskSlot(Slot):
         if file.inherited:
             raise OffloadError(
                 f"cannot {what} {self.nbytes} bytes on disk: they belong to the process that this one was forked from. "
-                "What was saved before a fork can only be used by the parent; run forward and backward in one process."
+                "Tensors saved before a fork can be used only by the parent; run forward and backward in one process."
             )
         try:
             (file.write if what == "write" else file.read)(tensor.data_ptr(), self.nbytes, self._start)
@@ -430,7 +430,7 @@ def _check(path: Path, room: int) -> None:
     if not path.exists():
         raise FileNotFoundError("it does not exist")
     if not path.is_dir():
-        raise NotADirectoryError("it is no directory")
+        raise NotADirectoryError("it is not a directory")
     kind = filesystem_of(path)
     if kind in IN_MEMORY:
         raise OSError(f"it is on {kind}, which is memory itself")

@@ -602,7 +602,7 @@ class HostBound:
                 who = "this process" if sharers == 1 else f"the {sharers} processes that share it"
                 shortage = Shortage(
                     f'all of host_budget="auto" is in use: {size_text(node.budget(limit))}, which is '
-                    f"{HOST_FRACTION:.0%} of what {who} could take ({limit.reason})",
+                    f"{HOST_FRACTION:.0%} of the memory that {who} could take ({limit.reason})",
                     f"{limit.remedy}, or give host_budget in bytes",
                 )
         is_refused = nbytes > left
@@ -634,7 +634,7 @@ class HostBound:
             except OSError as error:  # no free file descriptor
                 if error.errno is None:  # raised by a signal handler: see SystemErrorsSuppressed
                     raise
-                reason, remedy = f"what the system has left cannot be read ({error.strerror})", "close files"
+                reason, remedy = f"the free memory of the system cannot be read ({error.strerror})", "close files"
                 raise NoRoomError(Shortage(reason, remedy)) from error
             made = decide(limits, _Node(own, list(others)))
             return self._entry(), made

@@ -116,7 +116,7 @@ def test_a_wait_without_a_transfer_says_what_to_pair(again: bool, offload: eo.Of
     tensor = torch.randn(4, 4)
     if again:
         tensor = ops.offload(tensor, config=offload.config_key)
-    with pytest.raises(eo.OffloadError, match=r"no transfer is pending: pair it.*offload.*reload.*wait=False"):
+    with pytest.raises(eo.OffloadError, match=r"without a pending transfer.*offload.*reload.*wait=False"):
         ops.wait_tensor(tensor)
 
 

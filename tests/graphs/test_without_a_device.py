@@ -89,7 +89,7 @@ def test_a_pool_takes_nothing_while_it_is_sealed_and_what_is_in_use_is_cleared_b
     assert not pool.sealed
     pool.record_buffer(1)
     pool.begin(object())
-    with pytest.raises(graphs.PoolInUseError, match="one at a time"):
+    with pytest.raises(graphs.PoolInUseError, match="end that first"):
         pool.begin(object())
     with pytest.raises(graphs.PoolInUseError, match="by a capture that is under way"):
         pool.clear_buffers()

@@ -132,7 +132,7 @@ def test_an_example_is_planned_before_the_first_call(capsys: pytest.CaptureFixtu
     assert all(map(torch.equal, gradients, [one.grad for one in model.parameters()]))
     with pytest.raises(eo.ConfigError, match=r"model.train\(\) before"):
         plugin.prepare(accelerator, model.eval(), example=example)
-    with plugin.offload, pytest.raises(eo.ConfigError, match=r"cannot be inside of a `with` of that"):
+    with plugin.offload, pytest.raises(eo.ConfigError, match=r"inside of a `with` of the Offload"):
         plugin.prepare(accelerator, model.train())(example)
     plugin.prepare(accelerator, model, example=example)
     gone = weakref.ref(model)

@@ -57,7 +57,7 @@ def test_a_machine_is_examined(tmp_path: Path) -> None:
     assert (machine.out, machine.back) == (first.out, first.back)
     assert (second.out, second.back) == (first.out, first.back), "a disk is measured once"
     assert (missing.refused, file.out) == ("No such file or directory", 0)
-    assert "it is no directory" in file.refused
+    assert "it is not a directory" in file.refused
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "second"], "nothing stays there"
     assert found.failures == []
     tests = [test for test in found.self_tests if test.equal and 16 * MIB <= test.moved_bytes <= 64 * MIB]

@@ -149,7 +149,7 @@ def test_a_variable_that_a_plan_was_not_made_for_is_an_error(
         eo.ConfigError, match=f"EAGER_OFFLOAD_{name}=.* in the environment does not go with plan="
     ) as raised:
         eo.Offload(plan=half)
-    assert "unset the variable, or plan anew" in str(raised.value)
+    assert "unset the variable, or plan again" in str(raised.value)
     eo.Offload(half.config, plan=half).close()  # beside which no variable is asked
 
 

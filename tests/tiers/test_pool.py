@@ -247,6 +247,6 @@ def test_without_room_to_reserve_it_says_why_and_keeps_what_it_has(pool: Pool, s
     reserve(tier, 20 * MIB)
     with pytest.raises(ConfigError, match="nbytes='much' is not accepted"):
         Offload().reserve("much")
-    with pytest.raises(ConfigError, match='reserve takes host memory, and with tier="disk"'):
+    with pytest.raises(ConfigError, match='reserve takes host memory, but tier="disk"'):
         Offload(tier="disk").reserve("1MiB")
     Offload(tier="disk", enabled=False).reserve("1MiB")
