@@ -393,7 +393,7 @@ def test_h77_a_model_is_saved_and_written_down_as_without(
     assert all(map(torch.equal, gradients(model, x=x), plain))
 
 
-@pytest.mark.filterwarnings("ignore:eager_offload. compiled code moves what it saves:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:eager_offload. compiled code moves the tensors:RuntimeWarning")
 @AROUND
 def test_h77_a_model_that_is_compiled_afterwards_offloads(around: Around, offload: eo.Offload) -> None:
     model, x = Net(), torch.ones(64, 32)
