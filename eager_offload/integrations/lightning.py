@@ -179,7 +179,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
             self._trace.end()
             if self._closes:
                 self.offload.close()
-            limits.ranks_of_adapter = 0
+        limits.ranks_of_adapter = 0
 
     def _is_the_one(self, trainer: Any) -> bool:
         """Returns whether this callback is the one of the Trainer that offloads."""

@@ -152,7 +152,9 @@ def pinning_limit(pinned: int, nbytes: int, system: System | None = None) -> Sho
     for limit in _groups(system):
         if limit.room < nbytes + limit.reserve:
             return Shortage(f"container: {limit.reason}", limit.remedy)
-    reason = "driver: it gives no reason, and neither WSL2, memlock nor a container is one"
+    # Memory that other parts of the program have pinned is not in ``pinned``, and may count as locked.
+    also = "" if locked is None else f", and this process may lock {size_text(locked)} (RLIMIT_MEMLOCK)"
+    reason = f"driver: it gives no reason{also}"
     return Shortage(reason, f"end other programs that pin memory, or {within}")
 
 
@@ -561,11 +563,12 @@ class HostBound:
         with self._lock.lock:
             self._takers.add(taker)
 
-    def admit(self, nbytes: int, taker: Taker | None = None, *, given: bool = True) -> None:
+    def admit(self, nbytes: int, taker: Taker | None = None, *, given: bool = True, counts: bool = True) -> None:
         """Admits a slab of ``nbytes`` bytes, which ``taker`` then takes from the system.
 
         Args:
             given: whether the slab is for a budget in bytes: then only the reserve refuses.
+            counts: as for ``refuse_again``.
 
         Raises:
             NoRoomError: the slab is refused.
@@ -579,14 +582,14 @@ class HostBound:
                     taker.coming = nbytes
                 return
             if not given:
-                self.refuse_again(nbytes)
+                self.refuse_again(nbytes, counts=counts)
                 self._admitted = 0
-            shortage = self._look(partial(self._decide, nbytes, taker, given))
+            shortage = self._look(partial(self._decide, nbytes, taker, given, counts))
             if shortage is not None:
                 raise NoRoomError(shortage)
 
     def _decide(
-        self, nbytes: int, taker: Taker | None, given: bool, limits: Sequence[Limit], node: _Node
+        self, nbytes: int, taker: Taker | None, given: bool, counts: bool, limits: Sequence[Limit], node: _Node
     ) -> Shortage | None:
         limit = min(limits, key=node.spare)
         left = node.spare(limit)
@@ -610,7 +613,7 @@ class HostBound:
             taker.coming = nbytes
         if not given and is_refused:
             self._refused, self._refused_bytes = (nbytes, shortage), 0
-            self._lacked += nbytes
+            self._lacked += nbytes * counts
             if self._need != UNKNOWN:
                 self._need = max(self._need, node.own.held + self._lacked)
         elif not given:
@@ -653,13 +656,17 @@ class HostBound:
         coming = sum(coming for coming, _ in pools)
         return Entry(sum(follow) + self._admitted, coming + self._admitted, self._need if follow else 0)
 
-    def refuse_again(self, nbytes: int) -> None:
-        """Raises ``NoRoomError`` if ``nbytes`` for an automatic budget would be refused without a look."""
+    def refuse_again(self, nbytes: int, *, counts: bool = True) -> None:
+        """Raises ``NoRoomError`` if ``nbytes`` for an automatic budget would be refused without a look.
+
+        Args:
+            counts: whether a refusal counts as memory that the process lacks: not if a smaller request follows.
+        """
         with self._lock.lock:
             refused = self._refused
             if refused is not None and nbytes >= refused[0] and self._refused_bytes < _REFUSED:
                 self._refused_bytes += nbytes
-                self._lacked += nbytes
+                self._lacked += nbytes * counts
                 raise NoRoomError(refused[1])
 
     def missing_bytes(self) -> int:

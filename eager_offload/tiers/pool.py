@@ -442,17 +442,17 @@ class Pool:
     def _new_memory(self, wanted: int, least: int, quota: Quota | None) -> Tensor:
         for size in dict.fromkeys((wanted, least)):  # a smaller slab is cheaper than pinning idle memory again
             try:
-                return self._admitted(size, quota)
+                return self._admitted(size, quota, counts=False)  # the last request counts
             except (MemoryError, RuntimeError):
                 continue
         self.release_idle()
         return self._admitted(least, quota)
 
-    def _admitted(self, nbytes: int, quota: Quota | None) -> Tensor:
+    def _admitted(self, nbytes: int, quota: Quota | None, *, counts: bool = True) -> Tensor:
         if self.bound is not None:
             given = quota is not None and quota.budget is not None
             try:
-                self.bound.admit(nbytes, self, given=given)
+                self.bound.admit(nbytes, self, given=given, counts=counts)
             except NoRoomError as error:
                 if quota is None or not given:
                     raise

@@ -280,7 +280,7 @@ class Calls:
             slab_bytes=MIB,
             idle_bytes=1 << 40,
             bound=self._bound,
-            given_back=lambda: self._node.free(self._cell, pool._held),
+            on_freed=lambda: self._node.free(self._cell, pool._held),
         )
         self._tier, self._slots = HostTier(pool), list[Any]()
         host._pools.add(pool)
