@@ -391,7 +391,7 @@ def two_processes_share_one_ledger(node: Node, name: str) -> None:
         assert one.has_ledger()
         assert len(node.files) == 1
         assert other.take(48) == 14, "2 MiB are admitted to the first already"
-        assert "64.0 MiB, which is 50% of what the 2 processes that share it could take" in other.reason()
+        assert "64.0 MiB, which is 50% of the memory that the 2 processes that share it could take" in other.reason()
         assert not one.warned() + other.warned()
     assert node.files == []
 
