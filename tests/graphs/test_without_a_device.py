@@ -186,8 +186,8 @@ def test_inputs_come_into_buffers_that_stay() -> None:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (given()[0], "captured with 6 values at .* and are given 5 at"),
-        (given(more=1), "captured with 6 values at .* and are given 7 at"),
+        (given()[0], "captured inputs have 6 values, at .*, and the given ones 5, at"),
+        (given(more=1), "captured inputs have 6 values, at .*, and the given ones 7, at"),
         (given(ids=torch.ones(3, 2)), r"input \[0\]\['ids'\] was captured as a tensor of \(2, 3\).* as .* of \(3, 2\)"),
         (given(ids=torch.ones(2, 3).long()), r"\['ids'\].*torch.float32, cpu, and is given as .*torch.int64"),
         (given(ids=torch.ones(2, 3, device="meta")), "cpu, and is given as .*meta"),

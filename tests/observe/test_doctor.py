@@ -220,7 +220,7 @@ DISKS = [Disk("/slow", out=1e8, back=1e8), Disk("/fast", out=2e9, back=0.5e9)]
     ("devices", "memory", "settings", "where", "ratio", "advice"),
     [
         (CPU, LARGE, {"tier": "disk", "disk_path": "/fast"}, "cpu to /fast", 100, "width of 267 on, and copies"),
-        (CPU | GPU, LARGE, {}, "cuda:0 to host memory", 11_538, "width of 15,385 on, and half of it from 7,692"),
+        (CPU | GPU, LARGE, {}, "cuda:0 to host memory", 11_538, "width of 15,385 on, and half of them from 7,692"),
         (CPU | GPU, SMALL, {"disk_path": "/fast"}, "cuda:0 to host memory, then to /fast", 11_538, "of 962 on."),
         (GPU, None, {}, "cuda:0 to host memory", 11_538, "gradient checkpointing"),
     ],

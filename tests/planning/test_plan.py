@@ -237,7 +237,7 @@ def test_a_file_that_is_no_plan_or_that_something_has_changed_is_an_error(
         *(({"host_budget": one}, f"host_budget={one!r} is not accepted") for one in (-1, 0, "much", 1.5, True)),
         ({"loss": 5}, "loss=5 is not accepted"),
         ({"recompute": "no"}, "recompute='no' is not accepted"),
-        ({"recompute": True, "policy": "free"}, "recompute=True is not accepted: with policy='free'"),
+        ({"recompute": True, "policy": "free"}, "recompute=True is not accepted with policy='free'"),
         ({"config": {"keep_last_bytes": 0}}, "keep_last_bytes=0 does not go with a plan"),
         ({"policy": "most"}, 'policy=\'most\' is not accepted: policy takes "least" or "free" or "max"'),
         ({"config": {"min_byte": 1}}, "unknown field 'min_byte'"),

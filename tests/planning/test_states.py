@@ -151,7 +151,7 @@ class Wraps(Optimizer):
     [
         (5, "optimizer=5 is not accepted: optimizer takes a class such as torch.optim.AdamW, an instance"),
         ("AdamW", "optimizer='AdamW' is not accepted"),
-        (len, "optimizer=len is not accepted: it makes a int"),
+        (len, "optimizer=len is not accepted: it returns a int"),
         (optim.LBFGS, "optimizer=LBFGS is not accepted: its states were not found by a step on tensors without bytes"),
         (optim.Muon, "Muon only supports 2D parameters"),
         (optim.AdamW([nn.Parameter(torch.ones(1))]), "optimizer=AdamW is not accepted: it has no parameter of this"),

@@ -119,7 +119,7 @@ def test_a_budget_that_follows_the_machine_is_half_of_what_there_is_and_more_whe
     tier, _ = guarded(readings)
     slots = fill(tier, 32 * MIB)
     assert len(slots) == 48, "1.5 of 3 GiB"
-    assert 'all of host_budget="auto" is in use: 1.5 GiB, which is 50% of what this process could' in (
+    assert 'all of host_budget="auto" is in use: 1.5 GiB, which is 50% of the memory that this process could' in (
         tier.shortage.reason
     )
     assert "or give host_budget in bytes" in tier.shortage.remedy

@@ -53,7 +53,7 @@ def test_h26_budgets_by_the_machine_are_one_budget_however_many_have_it(
     assert late.reserve(4096) is None, "what the pool holds is no less for it"
     explicit = HostTier(pool, 2 * MIB)
     slots.append(reserve(explicit, 2 * MIB))
-    assert 'all of host_budget="auto" is in use: 8.0 MiB, which is 50% of what' in late.shortage.reason
+    assert 'all of host_budget="auto" is in use: 8.0 MiB, which is 50% of the memory' in late.shortage.reason
     assert explicit.reserve(1) is None
     assert explicit.shortage == ("all of host_budget is in use: 2.0 MiB", "raise host_budget")
     assert late.reserve(4096) is None, "nor is that of another budget its own"
