@@ -61,5 +61,5 @@ class Flexible(nn.Linear):
 
 
 def test_a_model_with_flex_attention_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(eo.PlanError, match=r"module '0' calls what .*scaled_dot_product_attention.* Offload\("):
+    with pytest.raises(eo.PlanError, match=r"module '0' calls an operator .*scaled_dot_product_attention.* Offload\("):
         eo.plan(nn.Sequential(Flexible(64, 64)), batch(), device="h200")
