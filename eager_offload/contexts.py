@@ -159,7 +159,7 @@ def current() -> Owner | None:
 _latest: dict[str, weakref.ref[Owner]] = {}
 #: For each text of a configuration, the owner that serves graphs run outside every context.
 _default_owners: dict[str, Owner] = {}
-_standing_lock = ForkSafeLock()
+_default_lock = ForkSafeLock()
 
 
 def serving(text: str, *, is_hooked: bool = False) -> Owner:
@@ -179,12 +179,12 @@ def serving(text: str, *, is_hooked: bool = False) -> Owner:
         latest = _latest.get(text)
         if latest is not None and (owner := latest()) is not None:
             return owner
-    standing = _default_owners.get(text)
-    if standing is None:
-        with _standing_lock.lock:
-            standing = _default_owners.get(text) or process.make_owner(OffloadConfig.from_text(text))
-            _default_owners[text] = standing
-    return standing
+    default = _default_owners.get(text)
+    if default is None:
+        with _default_lock.lock:
+            default = _default_owners.get(text) or process.make_owner(OffloadConfig.from_text(text))
+            _default_owners[text] = default
+    return default
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------

@@ -376,14 +376,13 @@ class PolicySearch:
 
     def __init__(self, problem: Problem, windows: Sequence[int] = ()) -> None:
         self.problem, self.windows = problem, tuple(windows)
-        problems = [replace(problem, window=window, ahead=window) for window in windows] or [problem]
-        self._simulator = StepSimulator(problems[0])
-        #: For each window, the function from a fraction to its candidate.
-        self._parts = [cache(partial(self._simulator.part, problem=one)) for one in problems]
         # A budget may be too small for the smallest window; half of that still keeps the link busy.
-        half = windows[0] // 2 if len(windows) > 1 else 0
-        halved = [replace(problem, window=half, ahead=half)] if half else []
-        self._halved = [cache(partial(self._simulator.part, problem=one)) for one in halved]
+        half = [windows[0] // 2] if len(windows) > 1 and windows[0] > 1 else []
+        problems = [replace(problem, window=size, ahead=size) for size in (*half, *windows)] or [problem]
+        self._simulator = StepSimulator(problems[len(half)])
+        #: For each window, the function from a fraction to its candidate; for a budget also with half a window.
+        self._for_budgets = [cache(partial(self._simulator.part, problem=one)) for one in problems]
+        self._parts = self._for_budgets[len(half) :]
         #: All candidates that ``within`` has tried.
         self.tried: list[Candidate] = []
 
@@ -408,7 +407,7 @@ class PolicySearch:
 
         least = self._least_part(budget)
         # The largest windows first: they usually give the fastest steps, and later searches stop at slower ones.
-        parts = [*self._halved, *self._parts][:: -_FEW_WINDOWS if roughly else -1]
+        parts = self._for_budgets[:: -_FEW_WINDOWS if roughly else -1]
         halvings = _FEW_HALVINGS if roughly else _HALVINGS
         for part in parts:
             for one in _bisected(part, lambda one: one.peak_bytes > budget, halvings, least):
@@ -448,7 +447,7 @@ class PolicySearch:
 
     @cached_property
     def _eighths(self) -> list[Candidate]:
-        return [part(eighth) for part in (*self._halved, *self._parts) for eighth in _EIGHTHS]
+        return [part(eighth) for part in self._for_budgets for eighth in _EIGHTHS]
 
     def share(self, fraction: float) -> Candidate:
         """Returns the candidate for ``fraction``, with the first window."""

@@ -26,7 +26,7 @@ class Saving(torch.autograd.Function):
         return x * 1
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]  # torch declares *grads
         ctx.given.append(ctx.saved_tensors[0].cpu())
         return gradient, None, None
 

@@ -48,9 +48,7 @@ def test_what_does_not_compile_or_fit_is_an_error(monkeypatch: pytest.MonkeyPatc
     for source, name in ((TURNED.replace("staged[blockDim.x", "stagd[blockDim.x"), "turned<2>"), (TURNED, "returned")):
         with pytest.raises(KernelError, match=r"does not compile for cuda:0: .*\n.*(stagd|returned)"):
             as_torch_kernel(turned(source, name), "cuda")(x, number)
-    with pytest.raises(
-        CapabilityError, match=r"232,449 bytes of shared memory.*, and cuda:0 gives it 232,448 at most"
-    ):
+    with pytest.raises(CapabilityError, match=r"232,449 bytes of shared memory.*, and cuda:0 gives it 232,448 at most"):
         as_torch_kernel(turned(shared=(227 << 10) + 1), "cuda")(x, number)
     with pytest.raises(CapabilityError, match="takes CUDA tensors, and these are on cpu"):
         as_torch_kernel(turned(), "cuda")(x.cpu(), number.cpu())
