@@ -22,7 +22,7 @@ from eager_offload import OffloadStats
 from eager_offload.graphs import capture_step
 from tests.compile.compiled import compare
 from tests.hazards.backends import Backend, assert_settled
-from tests.hazards.programs import assert_identical, assert_moved, same_gradients
+from tests.hazards.programs import REGIMES, Regime, assert_identical, assert_moved, same_gradients
 from tests.programs import Flag, Program, Run, corpus, leaf, sum_of
 from tests.threads import collect
 from tests.virtual_device import install
@@ -145,11 +145,15 @@ def quick(cells: Sequence[Cell], sample: int = 3) -> set[Cell]:
     return taken
 
 
-def run(cell: Cell, backend: Backend) -> None:
-    """Runs a cell, and raises ``AssertionError`` where a bit differs, too little moves or something is held."""
+def run(cell: Cell, backend: Backend, regimes: Sequence[Regime] = REGIMES) -> None:
+    """Runs a cell, and raises ``AssertionError`` if a bit differs, too little moves or something is held.
+
+    Args:
+        regimes: how transfers and compute meet in a cell of eager code.
+    """
     backend.sources_change = Flag.SOURCES_CHANGE in cell.program.flags
     with _no_event_left(backend):
-        _run(cell, backend)
+        _run(cell, backend, regimes)
 
 
 @contextmanager
@@ -169,30 +173,32 @@ def _no_event_left(backend: Backend) -> Iterator[None]:
         assert count() <= before, f"{count() - before} events are held"
 
 
-def _run(cell: Cell, backend: Backend) -> None:
+def _run(cell: Cell, backend: Backend, regimes: Sequence[Regime]) -> None:
     program, way = cell.program, cell.way
     match way:
         case Way.EAGER:
-            _run_eager(program, backend, step_tables=False)
+            _run_eager(program, backend, regimes, step_tables=False)
         case Way.TABLE if cell.place is Place.SIMULATED:
-            again = _run_eager(program, backend, step_tables=True)
+            again = _run_eager(program, backend, REGIMES, step_tables=True)  # the file is of all of them
             looked_up = all(stats.offloaded_bytes > 0 and stats.table_forwards > 0 for stats in again)
             excused = program.name in NOT_LOOKED_UP.read_text().split()
             assert looked_up != excused, f"{NOT_LOOKED_UP.name} {'has' if excused else 'does not have'} it"
         case Way.TABLE:
             # There, copies are late in all other ways.
             with install().slow_compute(2e-4) if cell.place is Place.VIRTUAL else nullcontext():
-                _run_eager(program, backend, step_tables=True)
+                _run_eager(program, backend, regimes, step_tables=True)
         case Way.AOT_EAGER | Way.INDUCTOR:
             _run_compiled(cell, backend)
         case Way.CHECKPOINTED:
-            _run_checkpointed(program, backend)
+            _run_checkpointed(program, backend, regimes)
         case Way.CAPTURED:
             _run_captured(program, backend)
 
 
-def _run_eager(program: Program, backend: Backend, *, step_tables: bool) -> list[OffloadStats]:
-    """Returns the stats of the second time in each regime, where there is one."""
+def _run_eager(
+    program: Program, backend: Backend, regimes: Sequence[Regime], *, step_tables: bool
+) -> list[OffloadStats]:
+    """Returns the stats of the second time in each regime, if there is one."""
     again: list[OffloadStats] = []
     same_gradients(
         lambda around: program(Run(around)),
@@ -200,6 +206,7 @@ def _run_eager(program: Program, backend: Backend, *, step_tables: bool) -> list
         moved=program.moved,
         reloads=Flag.NOTHING_BACK not in program.flags,
         held=Flag.HELD in program.flags,
+        regimes=regimes,
         again=again,
         step_tables=step_tables,
         **program.fields,
@@ -220,8 +227,8 @@ def _run_compiled(cell: Cell, backend: Backend) -> None:
     assert_moved(stats, program.moved, held=True)
 
 
-def _run_checkpointed(program: Program, backend: Backend) -> None:
-    """What a checkpoint saves is what its forward is given: here tensors that are computed, and so may move."""
+def _run_checkpointed(program: Program, backend: Backend, regimes: Sequence[Regime]) -> None:
+    """Runs forwards inside of a checkpoint, which saves its inputs: tensors that are computed here, and so may move."""
 
     def forward(function: Callable[..., Any]) -> Callable[..., Any]:
         def checkpointed(*inputs: Any) -> Any:
@@ -236,6 +243,7 @@ def _run_checkpointed(program: Program, backend: Backend) -> None:
         moved=program.moved,
         reloads=program.name not in NOTHING_BACK_TO_A_CHECKPOINT,
         held=Flag.HELD in program.flags,
+        regimes=regimes,
         **program.fields,
     )
 
