@@ -34,12 +34,9 @@ _LINES = 12
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compares training with and without offload, and prints the verdict.
-
-    Returns:
-        The exit status: 0 if all bits are equal; 1 if any differs; 2 if that is undecided, because a run failed,
-        nothing moved, or two runs without offload differ.
-    """
+    """Compares training with and without offload, and prints the verdict. Returns the exit status: 0 if all bits are
+    equal; 1 if any differs; 2 if that is undecided, because a run failed, nothing moved, or two runs without offload
+    differ."""
     options = _parser().parse_args(arguments)
     try:
         if options.run is not None:

@@ -267,11 +267,8 @@ _entering = Patch(saved_tensors_hooks, "__enter__", _watching)
 
 
 class Patches:
-    """Patches that are on while they have a user, on any thread.
-
-    Args:
-        make: makes the first patches, when there is a first user.
-    """
+    """Patches that are on while they have a user, on any thread. ``make``: makes the first patches, when there is a
+    first user."""
 
     def __init__(self, make: Callable[[], Iterable[Patch]]) -> None:
         self._make = make

@@ -326,11 +326,8 @@ class Rate:
         self._value: float | None = None
 
     def add(self, nbytes: int, seconds: float | None) -> float:
-        """Adds a finished transfer; ``seconds`` is ``None`` or 0 if it was not timed.
-
-        Returns:
-            ``seconds`` if given, otherwise an estimate by the rate of the other transfers; 0 if there is none.
-        """
+        """Adds a finished transfer; ``seconds`` is ``None`` or 0 if it was not timed. Returns ``seconds`` if given,
+        otherwise an estimate by the rate of the other transfers; 0 if there is none."""
         self.nbytes += nbytes
         if not seconds:
             rate = self.value

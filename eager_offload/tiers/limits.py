@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 from eager_offload.config import size_literal, size_text
 from eager_offload.errors import SystemErrorsSuppressed, warn_once
-from eager_offload.tiers.base import Shortage
+from eager_offload.tiers.base import NoRoomError, Shortage
 from eager_offload.tiers.forking import ForkSafeLock, Living, tell_after_fork
 from eager_offload.tiers.ledger import UNKNOWN, Entry, Ledger
 
@@ -77,6 +77,9 @@ class System:
     """Environment, in which launchers give the number of processes."""
     process_limit: Callable[[str], int | None] = _limit_of_process
     """Returns a soft limit of this process (e.g. ``RLIMIT_AS``) in bytes; ``None`` for no limit."""
+
+
+THIS = System()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +122,8 @@ class Headroom(NamedTuple):
         return self.binding.room
 
 
-def host_headroom(system: System | None = None) -> Headroom:
+def host_headroom(system: System = THIS) -> Headroom:
     """Returns the current limits on the host memory of this process."""
-    system = System() if system is None else system
     meminfo = _kibibytes(_read(system.root / "proc/meminfo"))
     return _least(
         _available(meminfo),
@@ -137,9 +139,8 @@ def host_capacity() -> int:
     return min(limit.capacity for limit in host_headroom().limits)
 
 
-def pinning_limit(pinned: int, nbytes: int, system: System | None = None) -> Shortage:
+def pinning_limit(pinned: int, nbytes: int, system: System = THIS) -> Shortage:
     """Returns the likely reason why ``nbytes`` cannot be pinned in addition to ``pinned`` bytes."""
-    system = System() if system is None else system
     within = f'set host_budget="{size_literal(pinned)}"' if pinned else "set pin_memory=False"
     if "microsoft" in (_read(system.root / "proc/sys/kernel/osrelease") or "").lower():
         reason = "WSL2: Windows lets a process pin a small part of its memory"
@@ -158,9 +159,9 @@ def pinning_limit(pinned: int, nbytes: int, system: System | None = None) -> Sho
     return Shortage(reason, f"end other programs that pin memory, or {within}")
 
 
-def file_size_limit(system: System | None = None) -> int | None:
+def file_size_limit(system: System = THIS) -> int | None:
     """Returns the limit on the size of a file in bytes; ``None`` for no limit."""
-    return (System() if system is None else system).process_limit("RLIMIT_FSIZE")
+    return system.process_limit("RLIMIT_FSIZE")
 
 
 def host_part() -> int:
@@ -168,13 +169,12 @@ def host_part() -> int:
     return host_headroom().nbytes // ranks_here().number
 
 
-def disk_headroom(path: Path, system: System | None = None, *, length: int = 0) -> Headroom:
+def disk_headroom(path: Path, system: System = THIS, *, length: int = 0) -> Headroom:
     """Returns the limits on the growth of a file of ``length`` bytes in the directory ``path``.
 
     Raises:
         OSError: ``path`` cannot be read.
     """
-    system = System() if system is None else system
     ranks, usage = ranks_here(system.environ), shutil.disk_usage(path)
     reason = f"the disk of {path} has {size_text(usage.free)} free"
     if ranks.number > 1:
@@ -189,12 +189,12 @@ def disk_headroom(path: Path, system: System | None = None, *, length: int = 0) 
     return _least(*limits)
 
 
-def host_budget(system: System | None = None) -> int:
+def host_budget(system: System = THIS) -> int:
     """Returns ``HOST_FRACTION`` of the headroom, in bytes."""
     return int(host_headroom(system).nbytes * HOST_FRACTION)
 
 
-def disk_budget(path: Path, system: System | None = None) -> int:
+def disk_budget(path: Path, system: System = THIS) -> int:
     """Returns ``DISK_FRACTION`` of the free disk space of ``path``, within the file size limit, in bytes.
 
     Raises:
@@ -445,14 +445,6 @@ _LOOKS = 4
 _REFUSED = 256 << 20
 
 
-class NoRoomError(MemoryError):
-    """A request exceeds a budget or the reserve."""
-
-    def __init__(self, shortage: Shortage) -> None:
-        super().__init__(shortage.reason)
-        self.shortage = shortage
-
-
 T = TypeVar("T")
 
 
@@ -563,15 +555,14 @@ class HostBound:
         with self._lock.lock:
             self._takers.add(taker)
 
-    def admit(self, nbytes: int, taker: Taker | None = None, *, given: bool = True, counts: bool = True) -> None:
+    def admit(self, nbytes: int, taker: Taker | None = None, *, given: bool = True) -> None:
         """Admits a slab of ``nbytes`` bytes, which ``taker`` then takes from the system.
 
         Args:
             given: whether the slab is for a budget in bytes: then only the reserve refuses.
-            counts: as for ``refuse_again``.
 
         Raises:
-            NoRoomError: the slab is refused.
+            NoRoomError: the slab is refused, which does not count as a lack: a smaller request may follow.
         """
         with self._lock.lock:
             if taker is not None:
@@ -582,14 +573,14 @@ class HostBound:
                     taker.coming = nbytes
                 return
             if not given:
-                self.refuse_again(nbytes, counts=counts)
+                self.refuse_again(nbytes)
                 self._admitted = 0
-            shortage = self._look(partial(self._decide, nbytes, taker, given, counts))
+            shortage = self._look(partial(self._decide, nbytes, taker, given))
             if shortage is not None:
-                raise NoRoomError(shortage)
+                raise NoRoomError(shortage, nbytes)
 
     def _decide(
-        self, nbytes: int, taker: Taker | None, given: bool, counts: bool, limits: Sequence[Limit], node: _Node
+        self, nbytes: int, taker: Taker | None, given: bool, limits: Sequence[Limit], node: _Node
     ) -> Shortage | None:
         limit = min(limits, key=node.spare)
         left = node.spare(limit)
@@ -613,9 +604,6 @@ class HostBound:
             taker.coming = nbytes
         if not given and is_refused:
             self._refused, self._refused_bytes = (nbytes, shortage), 0
-            self._lacked += nbytes * counts
-            if self._need != UNKNOWN:
-                self._need = max(self._need, node.own.held + self._lacked)
         elif not given:
             most = max(node.own.held // _TRUSTED_OF_HELD, _TRUSTED_BYTES)
             self._admitted, self._refused = min((left - nbytes) // _TRUSTED, most), None
@@ -656,18 +644,20 @@ class HostBound:
         coming = sum(coming for coming, _ in pools)
         return Entry(sum(follow) + self._admitted, coming + self._admitted, self._need if follow else 0)
 
-    def refuse_again(self, nbytes: int, *, counts: bool = True) -> None:
-        """Raises ``NoRoomError`` if ``nbytes`` for an automatic budget would be refused without a look.
-
-        Args:
-            counts: whether a refusal counts as memory that the process lacks: not if a smaller request follows.
-        """
+    def refuse_again(self, nbytes: int) -> None:
+        """Raises ``NoRoomError`` if ``nbytes`` for an automatic budget would be refused without a look."""
         with self._lock.lock:
             refused = self._refused
             if refused is not None and nbytes >= refused[0] and self._refused_bytes < _REFUSED:
                 self._refused_bytes += nbytes
-                self._lacked += nbytes * counts
-                raise NoRoomError(refused[1])
+                raise NoRoomError(refused[1], nbytes)
+
+    def lack(self, nbytes: int) -> None:
+        """Counts refused bytes as memory that the process needs and lacks."""
+        with self._lock.lock:
+            self._lacked += nbytes
+            if self._need != UNKNOWN:
+                self._need = max(self._need, self._entry().held + self._lacked)
 
     def missing_bytes(self) -> int:
         """Looks when a forward begins, and returns the idle bytes to give back for other processes."""
@@ -701,7 +691,7 @@ class HostBound:
 
 def _name_of_group() -> str:
     """Returns the key of the ledger: the nearest control group with a limit, or "machine"."""
-    for limit in _groups(System()):
+    for limit in _groups(THIS):
         status = os.stat(Path(limit.where).parent)
         return f"{status.st_dev:x}-{status.st_ino:x}"
     return "machine"
