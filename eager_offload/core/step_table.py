@@ -438,9 +438,9 @@ class StepScript:
     call, which this call is checked against; ``None``: record only."""
 
     def __init__(self, expected: StepScript | None = None) -> None:
-        self.logs: list[StepLog] = []
-        self.moved: list[set[int]] = []
-        self._expected = None if expected is None else expected.logs
+        #: The log of each step, and the numbers of its saves that have moved.
+        self.logs: dict[StepLog, set[int]] = {}
+        self._expected = None if expected is None else list(expected.logs)
         self._failure: ScheduleMismatchError | None = None
 
     def begin(self, step: Step) -> None:
@@ -448,18 +448,16 @@ class StepScript:
             number = len(self.logs)
             expected = self._expected[number] if number < len(self._expected) else StepLog()
             step.strict = partial(self._check, expected)
-        self.logs.append(step.log)
-        self.moved.append(set())
+        self.logs[step.log] = set()
 
     def note_moved(self, step: Step, number: int) -> None:
-        for log, moved in zip(self.logs, self.moved, strict=True):
-            if log is step.log:
-                moved.add(number)
+        if step.log in self.logs:
+            self.logs[step.log].add(number)
 
     def tables(self) -> tuple[StepTable, ...]:
         """Returns the table of each step that saved something movable."""
         found = []
-        for log, moved in zip(self.logs, self.moved, strict=True):
+        for log, moved in self.logs.items():
             if not log.facts:
                 continue
             table = log.table(None)
@@ -477,8 +475,7 @@ class StepScript:
         assert self._expected is not None
         if self._failure is not None:
             raise self._failure
-        for number, expected in enumerate(self._expected):
-            log = self.logs[number] if number < len(self.logs) else StepLog()
+        for log, expected in itertools.zip_longest(self.logs, self._expected, fillvalue=StepLog()):
             if len(log.facts) < len(expected.facts):
                 self._differ(f"save {len(log.facts)}", _said(expected.facts[len(log.facts)]), "none")
             if len(log.unpacks) < len(expected.unpacks):

@@ -117,14 +117,15 @@ def _table(stats: OffloadStats) -> Iterator[str]:
     rest = ", ".join(f"{size_text(nbytes)} {what}" for what, nbytes in found.items() if nbytes)
     more = "more than went out: unpacked several times" if stats.bytes_in > stats.bytes_out else ""
     yield row("moved in", stats.bytes_in, "; ".join(filter(None, (more, rest))))
-    stalled = f"{stats.stall_seconds / steps:>11.3f} s  {stats.stall_seconds:>11.3f} s"
-    yield f"{'stalled':<11}{stalled}  of {stats.seconds:,.1f} s"
+
+    def times(name: str, seconds: float, rest: str = "") -> str:
+        return f"{name:<11}{seconds / steps:>11.3f} s  {seconds:>11.3f} s  {rest}".rstrip()
+
+    yield times("stalled", stats.stall_seconds, f"of {stats.seconds:,.1f} s")
     if stats.host_wait_seconds != stats.stall_seconds:  # on an accelerator
-        waited = f"{stats.host_wait_seconds / steps:>11.3f} s  {stats.host_wait_seconds:>11.3f} s"
-        yield f"{'host waited':<11}{waited}"
+        yield times("host waited", stats.host_wait_seconds)
     if stats.processor_seconds:
-        took = f"{stats.processor_seconds / steps:>11.3f} s  {stats.processor_seconds:>11.3f} s"
-        yield f"{'processor':<11}{took}  of a core, for copies; compute may have lacked it"
+        yield times("processor", stats.processor_seconds, "of a core, for copies; compute may have lacked it")
 
 
 def _short(nbytes: int) -> str:

@@ -102,11 +102,6 @@ class Limit:
         """Bytes that are left for others: see [Note: reserve]."""
         return int(self.capacity * RESERVED_PART)
 
-    @property
-    def is_own(self) -> bool:
-        """Whether the limit binds this process alone."""
-        return self.kind == "rlimit"
-
 
 class Headroom(NamedTuple):
     limits: tuple[Limit, ...]
@@ -469,7 +464,7 @@ class _Node(NamedTuple):
 
     def bound_by(self, limit: Limit) -> list[Entry]:
         """Returns the entries of all processes that share ``limit``; the first is this process's."""
-        return [self.own] if limit.is_own else [self.own, *self.others]
+        return [self.own] if limit.kind == "rlimit" else [self.own, *self.others]
 
     def sharers(self, limit: Limit) -> int:
         """Returns the number of processes with automatic budgets, this one included."""

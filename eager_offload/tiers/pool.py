@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast, overload
 
@@ -157,32 +158,28 @@ class HostSlot(Slot):
         return view_of(self.address, self.nbytes, self)
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Quota:
-    """The memory of one tier in a pool, in bytes, and its budget. Guarded by the pool's lock.
+    """The memory of one tier in a pool, in bytes, and its budget. Guarded by the pool's lock."""
 
-    Args:
-        budget: limit in bytes; ``None`` for an automatic budget (``HostBound``).
-        over: the shortage to report if the budget is used up.
-    """
+    #: Limit in bytes; ``None`` for an automatic budget (``HostBound``).
+    budget: int | None
+    #: The shortage to report if the budget is used up.
+    over: Shortage
+    #: The reason for the last refusal.
+    refusal: Shortage = field(init=False)
+    #: Whether a request was refused since ``HostTier`` last looked at the limits.
+    is_refused: bool = False
+    #: Highest ``used_bytes`` since ``restart_peak``.
+    peak_bytes: int = 0
+    #: The reason why ``HostBound`` would have refused memory that the budget in bytes allowed.
+    overdraft: Shortage | None = None
+    #: Bytes of living slots: requested, and rounded up to pages.
+    used_bytes: int = 0
+    held_bytes: int = 0
 
-    __slots__ = (
-        *("__weakref__", "budget", "held_bytes", "is_refused", "over", "overdraft", "peak_bytes", "refusal"),
-        "used_bytes",
-    )
-
-    def __init__(self, budget: int | None, over: Shortage) -> None:
-        self.budget = budget
-        self.over = over
-        #: The reason for the last refusal.
-        self.refusal = over
-        #: Whether a request was refused since ``HostTier`` last looked at the limits.
-        self.is_refused = False
-        #: Highest ``used_bytes`` since ``restart_peak``.
-        self.peak_bytes = 0
-        #: The reason why ``HostBound`` would have refused memory that the budget in bytes allowed.
-        self.overdraft: Shortage | None = None
-        #: Bytes of living slots: requested, and rounded up to pages.
-        self.used_bytes = self.held_bytes = 0
+    def __post_init__(self) -> None:
+        self.refusal = self.over
 
     def refuse(self, error: Exception) -> None:
         """Records that a request was refused, and why."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import secrets
@@ -376,7 +375,7 @@ def _open_unnamed(directory: Path) -> int:
     """Creates a file of mode 0600 that has no name, and returns its descriptor."""
     if hasattr(os, "O_TMPFILE"):
         # The filesystem may not support unnamed files. Any other error occurs again below.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     # Choose the name before the file exists, so that it is removed even after an interrupt.
     name, descriptor = directory / f".eager_offload-{secrets.token_hex(16)}", -1
@@ -384,7 +383,7 @@ def _open_unnamed(directory: Path) -> int:
         try:
             descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         finally:
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 os.unlink(name)
     except BaseException:
         if descriptor >= 0:
