@@ -81,6 +81,7 @@ class Handle(Protocol):
 # -- whose thread -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Phase:
     """A call of a pipeline schedule: all of its saves belong to one step, in whatever order its microbatches run.
 
@@ -88,10 +89,9 @@ class Phase:
     one step for each microbatch.
     """
 
-    def __init__(self, *, is_step: bool) -> None:
-        #: Whether the call is a training step. Before its first step a schedule runs each stage to find out shapes, and
-        #: no step table is made from that.
-        self.is_step = is_step
+    is_step: bool
+    """Whether the call is a training step. Before its first step a schedule runs each stage to find out shapes, and no
+    step table is made from that."""
 
 
 class _Thread(threading.local):

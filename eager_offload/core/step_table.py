@@ -328,6 +328,9 @@ class KnownTable:
     #: The saves in the order of their first unpacks.
     order: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        self.take(self.table)
+
     def take(self, table: StepTable, seen: Times | None = None) -> None:
         """Replaces the table by ``table``, for the same saves, and (up to the second step) the times by ``seen``."""
         if self.times < 2:

@@ -250,21 +250,16 @@ def _kibibytes(text: str | None) -> dict[str, int]:
 _NO_LIMIT = 1 << 62
 
 
-class _Group(NamedTuple):
-    directory: Path
-    version: int
-
-
 def _groups(system: System) -> Iterator[Limit]:
     """Yields the limits of the control groups, from the process's own group outwards."""
     membership = _read(system.root / "proc/self/cgroup")
     groups = () if membership is None else _groups_of(system.root, membership)
     found = [
-        (group.version, group.directory / name, _number(group.directory / name), used_name)
-        for group in groups
-        for name, used_name in _FILES[group.version]
+        (version, directory / name, _number(directory / name), used_name)
+        for version, directory in groups
+        for name, used_name in _FILES[version]
     ]
-    own = next((group.directory for group in groups if group.version == 1), None)
+    own = next((directory for version, directory in groups if version == 1), None)
     if own is not None:
         # The smallest limit of all groups around, even unmounted ones. Their usage is at least that of this group.
         least = _statistics(own).get("hierarchical_memory_limit", _NO_LIMIT)
@@ -304,50 +299,43 @@ def _read(file: Path) -> str | None:
 
 
 @lru_cache(maxsize=8)
-def _groups_of(root: Path, membership: str) -> tuple[_Group, ...]:
-    """Returns the visible memory groups in ``membership``, the text of ``/proc/self/cgroup``."""
-    groups: list[_Group] = []
-    mounts = list(_mounts(root))
+def _groups_of(root: Path, membership: str) -> tuple[tuple[int, Path], ...]:
+    """Returns versions and directories of visible memory groups in ``membership`` (``/proc/self/cgroup``)."""
+    groups: list[tuple[int, Path]] = []
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         version = 1 if "memory" in controllers.split(",") else 2
         if version == 2 and controllers:
             continue
-        for directory in _way_up(Path(path), [mount for mount in mounts if mount.version == version]):
-            groups.append(_Group(directory, version))
+        for directory in _way_up(Path(path), list(_mounts(root, version))):
+            groups.append((version, directory))
             # Without use_hierarchy (old kernels), limits of outer groups do not apply.
             if version == 1 and _number(directory.parent / "memory.use_hierarchy") == 0:
                 break
     return tuple(groups)
 
 
-class _Mount(NamedTuple):
-    version: int
-    #: The control group at the root of the mount.
-    group: Path
-    point: Path
-
-
-def _mounts(root: Path) -> Iterator[_Mount]:
+def _mounts(root: Path, version: int) -> Iterator[tuple[Path, Path]]:
+    """Yields the control group at the root of each mount of memory groups, and the mount point."""
     for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
         # "36 35 98:0 /group /mount\040point options [tags] - type source super,options"
         left, _, right = line.partition(" - ")
         kind, _, options = right.partition(" ")
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.rpartition(" ")[2].split(",")):
+        has_memory = kind == "cgroup2" or "memory" in options.rpartition(" ")[2].split(",")
+        if kind == ("cgroup2" if version == 2 else "cgroup") and has_memory:
             fields = left.split(" ")
             point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4])
-            yield _Mount(2 if kind == "cgroup2" else 1, Path(fields[3]), root / point.lstrip("/"))
+            yield Path(fields[3]), root / point.lstrip("/")
 
 
-def _way_up(group: Path, mounts: list[_Mount]) -> list[Path]:
-    for mount in mounts:
+def _way_up(group: Path, mounts: list[tuple[Path, Path]]) -> list[Path]:
+    for mounted, point in mounts:
         if ".." in group.parts:
             break  # the group is outside the process's cgroup namespace
-        inner = group.relative_to(mount.group) if group.is_relative_to(mount.group) else group.relative_to("/")
-        directory = mount.point / inner
+        directory = point / (group.relative_to(mounted) if group.is_relative_to(mounted) else group.relative_to("/"))
         if directory.is_dir():
-            return [directory, *[outer for outer in directory.parents if outer.is_relative_to(mount.point)]]
-    return [mount.point for mount in mounts[:1]]
+            return [directory, *[outer for outer in directory.parents if outer.is_relative_to(point)]]
+    return [point for _, point in mounts[:1]]
 
 
 #: By version: (limit, usage) pairs of files. Above `high` the kernel throttles processes but kills none; `memsw`
