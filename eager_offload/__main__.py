@@ -16,11 +16,8 @@ from eager_offload.version import VERSION
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that ``arguments`` begin with, or lists the commands.
-
-    Returns:
-        The exit status of the command; 0 for the list, 2 for anything else.
-    """
+    """Runs the command that ``arguments`` begin with, or lists the commands. Returns the exit status of the command; 0
+    for the list, 2 for anything else."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in COMMANDS:
         command, _ = COMMANDS[given[0]]

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,12 +34,9 @@ _LINES = 12
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compares training with and without offload, and prints the verdict.
-
-    Returns:
-        The exit status: 0 if all bits are equal; 1 if any differs; 2 if that is undecided, because a run failed,
-        nothing moved, or two runs without offload differ.
-    """
+    """Compares training with and without offload, and prints the verdict. Returns the exit status: 0 if all bits are
+    equal; 1 if any differs; 2 if that is undecided, because a run failed, nothing moved, or two runs without offload
+    differ."""
     options = _parser().parse_args(arguments)
     try:
         if options.run is not None:
@@ -246,9 +243,6 @@ def _digest(tensor: Tensor) -> str:
 
     plain = tensor.detach()
     plain = (plain.full_tensor() if hasattr(plain, "full_tensor") else plain).to_dense().cpu().contiguous()
-    return digest(f"{plain.dtype} {[*plain.shape]}", *_chunks(plain))
-
-
-def _chunks(tensor: Tensor, most: int = 1 << 26) -> Iterator[bytes]:
-    for begin in range(0, tensor.nbytes, most):
-        yield ctypes.string_at(tensor.data_ptr() + begin, min(most, tensor.nbytes - begin))
+    start, nbytes, most = plain.data_ptr(), plain.nbytes, 1 << 26
+    chunks = (ctypes.string_at(start + at, min(most, nbytes - at)) for at in range(0, nbytes, most))
+    return digest(f"{plain.dtype} {[*plain.shape]}", *chunks)

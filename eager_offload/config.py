@@ -39,15 +39,21 @@ _UNITS = {
     **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _SIZE_ACCEPTED = 'a whole number of bytes, 0 or more, or a text such as "256MiB" or "1.5GB"'
-#: The fields that hold a size.
-_SIZES = (
-    *("min_bytes", "max_inflight_bytes", "prefetch_bytes", "keep_last_bytes", "host_budget", "disk_budget"),
-    "device_budget",
-)
+_SIZE_OR_AUTO = f'"auto" or {_SIZE_ACCEPTED}'
+_BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0, or a text such as "20GiB"'
+_TIER_BUDGET = 'more than 0 bytes, or "auto" (to switch offloading off, leave the context out)'
+#: The fields that hold a size and accept "auto": what they accept, and what they accept in place of 0 (or 0, too).
+_SIZES = {
+    "max_inflight_bytes": (_SIZE_OR_AUTO, "more than 0 bytes: with no window nothing could ever leave"),
+    "prefetch_bytes": (_SIZE_OR_AUTO, None),
+    "keep_last_bytes": (_SIZE_OR_AUTO, None),
+    "host_budget": (_SIZE_OR_AUTO, _TIER_BUDGET),
+    "disk_budget": (_SIZE_OR_AUTO, _TIER_BUDGET),
+    "device_budget": (_BUDGET_ACCEPTED, _BUDGET_ACCEPTED),
+}
 _POLICIES = ("max", "free")
 #: Fewer bytes than this are not a budget for a device, but a number without its unit.
 _NO_BUDGET = MIB
-_BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0, or a text such as "20GiB"'
 #: The advice for a model given to an ``Offload``, as one gives it to DDP.
 TAKES_NO_MODEL = "an Offload takes no model: write `with offload:` around the forward, or offload.compile(model)"
 #: Replaces characters that end or change a literal in source code; ``unquote`` undoes ``%``.
@@ -254,31 +260,23 @@ class OffloadConfig(_BesideFields):
     def __post_init__(self) -> None:
         if not _is_one_of(self.tier, _TIERS):
             raise _refuse("tier", self.tier, " or ".join(f'"{t}"' for t in _TIERS))
-        sizes = {field: getattr(self, field) for field in _SIZES}
+        sizes = {field: getattr(self, field) for field in ("min_bytes", *_SIZES)}
         self._store(
             "_written", {field: text for field, text in sizes.items() if isinstance(text, str) and text != "auto"}
         )
         self._store("min_bytes", parse_size(self.min_bytes, "min_bytes"))
-        for field in ("max_inflight_bytes", "prefetch_bytes"):
-            self._store(field, _size_or_auto(getattr(self, field), field))
-        if self.max_inflight_bytes == 0:
-            accepted = "more than 0 bytes: with no window nothing could ever leave"
-            raise _refuse("max_inflight_bytes", self.given("max_inflight_bytes"), accepted)
-        for field in ("keep_last_bytes", "host_budget", "disk_budget"):
-            self._store(field, _size_or_auto(getattr(self, field), field))
-        for field in ("host_budget", "disk_budget"):
-            if getattr(self, field) == 0:
-                accepted = 'more than 0 bytes, or "auto" (to switch offloading off, leave the context out)'
-                raise _refuse(field, self.given(field), accepted)
-        if self.device_budget is not None:
-            self._store("device_budget", _size_or_auto(self.device_budget, "device_budget", _BUDGET_ACCEPTED))
-            if self.device_budget == 0:
-                raise _refuse("device_budget", self.given("device_budget"), _BUDGET_ACCEPTED)
-            if self.keep_last_bytes != "auto":
-                raise ConfigError(
-                    f"keep_last_bytes={self.given('keep_last_bytes')!r} does not go with device_budget, which says how "
-                    "many of the newest bytes stay: leave one of them out"
-                )
+        for field, (accepted, instead_of_0) in _SIZES.items():
+            value = sizes[field]
+            if _is_one_of(value, ("auto",)) or (field == "device_budget" and value is None):
+                continue
+            self._store(field, parse_size(value, field, accepted))
+            if getattr(self, field) == 0 and instead_of_0:
+                raise _refuse(field, value, instead_of_0)
+        if self.device_budget is not None and self.keep_last_bytes != "auto":
+            raise ConfigError(
+                f"keep_last_bytes={self.given('keep_last_bytes')!r} does not go with device_budget, which says how "
+                "many of the newest bytes stay: leave one of them out"
+            )
         if not _is_one_of(self.policy, _POLICIES):
             raise _refuse("policy", self.policy, " or ".join(f'"{one}"' for one in _POLICIES))
         if self.is_free and self.keep_last_bytes != "auto":
@@ -499,10 +497,6 @@ class OffloadConfig(_BesideFields):
 
 def _refuse(field: str, given: object, accepted: str) -> ConfigError:
     return ConfigError(f"{field}={briefly(given)} is not accepted: {field} takes {accepted}")
-
-
-def _size_or_auto(value: object, field: str, accepted: str = f'"auto" or {_SIZE_ACCEPTED}') -> int | str:
-    return "auto" if _is_one_of(value, ("auto",)) else parse_size(value, field, accepted)
 
 
 def _is_one_of(value: object, texts: Sequence[str]) -> bool:

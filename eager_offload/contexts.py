@@ -81,6 +81,7 @@ class Handle(Protocol):
 # -- whose thread -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Phase:
     """A call of a pipeline schedule: all of its saves belong to one step, in whatever order its microbatches run.
 
@@ -88,10 +89,9 @@ class Phase:
     one step for each microbatch.
     """
 
-    def __init__(self, *, is_step: bool) -> None:
-        #: Whether the call is a training step. Before its first step a schedule runs each stage to find out shapes, and
-        #: no step table is made from that.
-        self.is_step = is_step
+    is_step: bool
+    """Whether the call is a training step. Before its first step a schedule runs each stage to find out shapes, and no
+    step table is made from that."""
 
 
 class _Thread(threading.local):
@@ -267,11 +267,8 @@ _entering = Patch(saved_tensors_hooks, "__enter__", _watching)
 
 
 class Patches:
-    """Patches that are on while they have a user, on any thread.
-
-    Args:
-        make: makes the first patches, when there is a first user.
-    """
+    """Patches that are on while they have a user, on any thread. ``make``: makes the first patches, when there is a
+    first user."""
 
     def __init__(self, make: Callable[[], Iterable[Patch]]) -> None:
         self._make = make

@@ -51,6 +51,7 @@ from eager_offload.runtime.base import Runtime
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.forking import Living, can_begin_nothing
+from eager_offload.torch_private.autograd import HookFunctions
 from eager_offload.torch_private.calls import without_caller_modes
 from eager_offload.torch_private.inductor import compiler_is_loaded, hide_from_compilers, on_first_compile
 
@@ -93,11 +94,6 @@ class Offload:
             spill file; without a ``disk_path``, if tensors go to disk and no directory can hold it.
     """
 
-    _hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]]
-
-    #: Whether all that may move does, so that nothing stays as the newest, for a budget or by a plan.
-    moves_all: bool
-
     def __init__(
         self,
         config: OffloadConfig | Mapping[str, Any] | None = None,
@@ -119,7 +115,7 @@ class Offload:
         if self.config.enabled:
             with without_caller_modes():
                 self._offloaders.open_disk()
-            self._no_effect.expect_use()
+            self.no_effect.expect_use()
             watch.put_on()
 
     def _begin(
@@ -133,6 +129,7 @@ class Offload:
         self.config = OffloadConfig.from_dict({"enabled": switched_on(config.enabled)}, config)
         #: The name of the configuration in compiled graphs.
         self.config_key = self.config.to_text()
+        #: Whether all that may move does, so that nothing stays as the newest, for a budget or by a plan.
         self.moves_all = config.newest_bytes(1) == 0 and config.device_budget is None and not config.is_free
         self._accounts = accounts or Accounts()
         self._offloaders = Offloaders(self.config, self._accounts, runtime, around_tier)
@@ -140,10 +137,11 @@ class Offload:
         #: The pack hook of eager code.
         self.pack: Callable[[Tensor], object] = self._hooks.pack
         # Here and not in `with`: torch makes a graph module with a cycle that holds the frames of its callers.
-        self._hook_pair = hook_pair(self.config_key)
+        self._hook_pair: HookFunctions = hook_pair(self.config_key)
         #: Whether ``_prepare_for_compiled_code`` has run.
         self._serves_compiled_code = False
-        self._no_effect = NoEffectWarnings(self.config, self._accounts)
+        #: The warnings about contexts without effect. An integration tells it what it expects, and when training ends.
+        self.no_effect = NoEffectWarnings(self.config, self._accounts)
         self._matched = MatchedModules()
         _alive.add(self)
 
@@ -174,14 +172,14 @@ class Offload:
     # -- copies: new objects of the same configuration --------------------------------------------------------------
 
     def __copy__(self) -> Self:
-        self._no_effect.is_used()
+        self.no_effect.note_use()
         copied = self._another()
         copied._matched = self._matched.copy()
         copied._add(self._added(copied))
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        self._no_effect.is_used()
+        self.no_effect.note_use()
         copied = memo[id(self)] = self._another()
         copied._matched = self._matched.copy(memo)
         copied._add(copy.deepcopy(self._added(copied), memo))
@@ -193,7 +191,7 @@ class Offload:
                 f"an Offload with a runtime of its own ({type(self._offloaders.given_runtime).__name__}) cannot be "
                 "pickled, since that belongs to this process: pickle its config, and make one from that"
             )
-        self._no_effect.is_used()
+        self.no_effect.note_use()
         return self.config, self._offloaders.around_tier, self._added(self._another())
 
     def __setstate__(self, state: tuple[OffloadConfig, Callable[[Tier], Tier] | None, _Added]) -> None:
@@ -228,7 +226,7 @@ class Offload:
     def __enter__(self) -> Self:
         if not self.config.enabled:
             return self
-        self._no_effect.is_used()
+        self.no_effect.note_use()
         if (patterns := self.config.patterns) and not self._matched.begin():
             named = " and ".join(f"{field}={list(own)}" for field, own in patterns.items())
             raise ConfigError(
@@ -307,8 +305,8 @@ class Offload:
         with without_caller_modes(), self._accounts.lock:
             if not is_failed:
                 if is_over:
-                    self._no_effect.look_at(context.forward, self._matched, is_own=hooks.thread.packed > 0)
-                self._no_effect.saw_foreign_hooks(context.hiding())
+                    self.no_effect.look_at(context.forward, self._matched, is_own=hooks.thread.packed > 0)
+                self.no_effect.saw_foreign_hooks(context.hiding())
             elif is_over:
                 counters = self._accounts.counters
                 counters.failed_forwards += 1
@@ -361,7 +359,7 @@ class Offload:
             raise OffloadError(f"{what} is not accepted: hold takes a tensor that was made outside of inference mode")
         if not self.config.enabled:
             return HeldTensor(stays(tensor))
-        self._no_effect.is_used()
+        self.no_effect.note_use()
         self.refuse_reentry()
         if self._hooks.thread.captured is None and self._offloaders.is_capturing():
             raise captured("a tensor was held")
@@ -383,7 +381,7 @@ class Offload:
         """
         if not self.config.enabled:
             return stays, contexts.unpack
-        self._no_effect.is_used()
+        self.no_effect.note_use()
         return contexts.PackHook(self.config_key, self), contexts.unpack
 
     def held(self) -> Held:
@@ -425,14 +423,6 @@ class Offload:
         """
         if self.config.enabled and (patterns := self.config.patterns):
             self._matched.add(model, patterns)
-
-    def expect_no_use(self) -> None:
-        """Suppresses the warning that this object was not used, because its caller checks that itself."""
-        self._no_effect.is_used()
-
-    def expect_to_be_hidden(self, message: str | None = None) -> None:
-        """Replaces every warning of other hooks inside of this context by one with ``message``, or by none."""
-        self._no_effect.is_hidden(message)
 
     def skip_in_one_of(self, model: torch.nn.Module) -> None:
         """Does the same as :meth:`skip_in` for one of several models; each pattern must match in at least one."""
@@ -499,7 +489,7 @@ class Offload:
                 'backend="eager_offload" is not accepted here, since it has a configuration of its own: leave it out, '
                 'or call torch.compile(model, backend="eager_offload", options={...})'
             )
-        self._no_effect.is_used()
+        self.no_effect.note_use()
         if self.config.enabled:
             from eager_offload.compile.order import with_pass
 
@@ -531,7 +521,7 @@ class Offload:
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that runs ``call`` in a ``with`` of this object."""
-        self._no_effect.is_used()
+        self.no_effect.note_use()
 
         @wraps(call)
         def around(*arguments: Any, **named: Any) -> Any:
@@ -592,7 +582,7 @@ class Offload:
         with without_caller_modes(), self._accounts.lock:
             self._offloaders.poll()
             self._offloaders.restart_counters()
-            self._no_effect.forwards = 0
+            self.no_effect.forwards = 0
             if contexts.entered(self) is not None or any(
                 any(offloader.census()) for offloader in self._offloaders.all()
             ):
@@ -641,7 +631,7 @@ class Offload:
         wanted = parse_size(nbytes, "nbytes")
         if not self.config.enabled:
             return
-        self._no_effect.is_used()
+        self.no_effect.note_use()
         self.refuse_reentry()
         if self._offloaders.is_capturing():
             raise captured("host memory was reserved")
@@ -659,7 +649,7 @@ class Offload:
             OffloadError: a signal handler or the like calls it during a call of the library.
         """
         self.refuse_reentry()
-        self._no_effect.warn_if_unused()
+        self.no_effect.warn_if_unused()
         self._offloaders.close(self._hooks.restart)
         self._matched.end()
         if contexts.entered(self) is None:
@@ -670,8 +660,8 @@ class Offload:
                     from eager_offload.compile.order import uninstall
 
                     uninstall(self)
-            if self._no_effect.forwards:
-                self.warn_if_nothing_moved()
+            if self.no_effect.forwards:
+                self.no_effect.warn_if_nothing_moved()
         tell()
 
     def offloader_of(self, device: torch.device) -> DeviceOffloader:
@@ -748,17 +738,6 @@ class Offload:
                 self._accounts.said,
             )
 
-    def warn_if_nothing_moved(self, moved_before: int = 0, because: str | None = None) -> None:
-        """Warns once, with the reason, if forwards have run and nothing was offloaded.
-
-        A plain loop is checked after its third forward and in :meth:`close`, an integration at the end of training.
-
-        Args:
-            moved_before: the ``offloaded_bytes`` of the stats when training began.
-            because: the reason if no saved tensor was seen.
-        """
-        self._no_effect.warn_if_nothing_moved(moved_before, because)
-
 
 def _notes() -> list[str]:
     """Returns a note for each live object that holds saved tensors, and that no call of the library is using."""
@@ -769,7 +748,7 @@ def _notes() -> list[str]:
 def _made(config: OffloadConfig) -> Offload:
     """Returns an object for the whole process: a graph uses it, or whoever has asked for it."""
     made = Offload(config)
-    made._no_effect.is_used()
+    made.no_effect.note_use()
     return made
 
 

@@ -46,12 +46,9 @@ EAGER_OFFLOAD_<FIELD> sets all other fields. With a launcher:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the script or module that ``arguments`` name.
-
-    Returns:
-        The exit status: 0 if the script has ended; 1 if the module does not exist; 2 for wrong arguments, and for a
-        pattern that matches no module. Exceptions of the script, ``SystemExit`` included, are raised.
-    """
+    """Runs the script or module that ``arguments`` name. Returns the exit status: 0 if the script has ended; 1 if the
+    module does not exist; 2 for wrong arguments, and for a pattern that matches no module. Exceptions of the script,
+    ``SystemExit`` included, are raised."""
     given, settings, recompute = list(arguments), list[str](), False
     while given and (option := given[0].partition("="))[0] in ("--settings", "--device-budget", "--recompute"):
         name, equals, value = option

@@ -77,17 +77,14 @@ class PlanPredictions(Protocol):
     @property
     def peak_bytes(self) -> int:
         """The most memory of the device that a step takes."""
-        ...
 
     @property
     def step_seconds(self) -> float:
         """Forward and backward."""
-        ...
 
     @property
     def relief(self) -> Relief | None:
         """The least larger budget with which compute waits little; ``None`` if there is none. May take seconds."""
-        ...
 
 
 #: Fields of the stats that do not add up from step to step.

@@ -315,10 +315,10 @@ def problem_of(
             spans.append((life.nbytes, life.made, until))
             continue
         saved = max(place[base] for base in one.bases) + 1
-        asked = life.first_in_backward if life.first_in_backward >= 0 else count
+        unpacked = life.first_in_backward if life.first_in_backward >= 0 else count
         dropped = life.in_backward + 1 if life.in_backward >= 0 else count
         freed = max(life.in_forward + 1, saved)
-        places = life.made, freed, saved, asked, dropped
+        places = life.made, freed, saved, unpacked, dropped
         storages.append((Storage(life.nbytes, one.moved_bytes, 0, *places, one.forced), name))
     storages.sort(key=lambda pair: pair[0].saved)
     names = [name for _, name in storages]

@@ -57,8 +57,8 @@ from eager_offload.errors import CapacityError, OffloadError
 from eager_offload.marks import inside
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
 from eager_offload.stats import Counters, KeepReason
-from eager_offload.tiers.base import Slot
-from eager_offload.tiers.limits import NoRoomError, host_bound
+from eager_offload.tiers.base import NoRoomError, Slot
+from eager_offload.tiers.limits import host_bound
 from eager_offload.tiers.memory import view_of
 from eager_offload.torch_private.calls import OpOverload, library, set_over
 from eager_offload.torch_private.memory import span_of

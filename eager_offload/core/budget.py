@@ -183,7 +183,7 @@ class Least(NamedTuple):
     """The in-flight window, in bytes."""
     ahead: int
     """The prefetch window, in bytes; as many of the newest bytes are kept."""
-    in_vain: set[int]
+    exempt: set[int]
     """Storages that are needed before their copy could finish, so that moving them would free nothing."""
 
 
@@ -242,9 +242,9 @@ def least_windows(step: Timeline) -> Least | None:
             high, window = middle, found
         else:
             low = middle
-    in_vain = {number for number in too_soon if final[number] + nbytes[number] / step.out > step.unpacked_at[number]}
-    largest = max((nbytes[number] for number in leaving if number not in in_vain), default=1)
-    return Least(max(int(window), 1), min(max(high, largest), step.ahead), in_vain)
+    exempt = {number for number in too_soon if final[number] + nbytes[number] / step.out > step.unpacked_at[number]}
+    largest = max((nbytes[number] for number in leaving if number not in exempt), default=1)
+    return Least(max(int(window), 1), min(max(high, largest), step.ahead), exempt)
 
 
 class _Reload(NamedTuple):

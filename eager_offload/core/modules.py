@@ -166,7 +166,7 @@ class _Matched:
         self.module = weakref.ref(module)
         #: The patterns that select the module, and their field.
         self.field, self.patterns = field, patterns
-        self.call: Callable[[], ModuleCall | None] = _no_call
+        self.call: Callable[[], ModuleCall | None] = lambda: None
 
     def begin(self) -> None:
         if (module := self.module()) is not None and self.call() is None:
@@ -176,7 +176,7 @@ class _Matched:
     def end(self) -> None:
         if (call := self.call()) is not None:
             call.end()
-        self.call = _no_call
+        self.call = lambda: None
 
 
 class MatchedModules:
@@ -272,10 +272,6 @@ class MatchedModules:
 
     def _alive(self) -> list[tuple[_Matched, nn.Module]]:
         return [(one, module) for one in self._matched if (module := one.module()) is not None]
-
-
-def _no_call() -> None:
-    return None
 
 
 def in_no_offload(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:

@@ -31,6 +31,7 @@ import heapq
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 #: Any object that hashes by identity, or an int.
@@ -326,11 +327,8 @@ class Rate:
         self._value: float | None = None
 
     def add(self, nbytes: int, seconds: float | None) -> float:
-        """Adds a finished transfer; ``seconds`` is ``None`` or 0 if it was not timed.
-
-        Returns:
-            ``seconds`` if given, otherwise an estimate by the rate of the other transfers; 0 if there is none.
-        """
+        """Adds a finished transfer; ``seconds`` is ``None`` or 0 if it was not timed. Returns ``seconds`` if given,
+        otherwise an estimate by the rate of the other transfers; 0 if there is none."""
         self.nbytes += nbytes
         if not seconds:
             rate = self.value
@@ -370,19 +368,17 @@ class Use:
     unpacked_in: int | None
 
 
+@dataclass(slots=True, eq=False)
 class StepUses:
     """The uses of one step, by number of save; expected in reverse order of packing, until ``arrange`` is called."""
 
-    __slots__ = ("by_number", "count", "expected", "first", "is_unpacked")
-
-    def __init__(self) -> None:
-        self.by_number: list[Use | None] = []
-        #: The number of uses: not every save has a handle.
-        self.count = 0
-        #: The use that backward is expected to unpack first, and (once it has begun) next.
-        self.first: Use | None = None
-        self.expected: Use | None = None
-        self.is_unpacked = False
+    by_number: list[Use | None] = field(default_factory=list)
+    #: The number of uses: not every save has a handle.
+    count: int = 0
+    #: The use that backward is expected to unpack first, and (once it has begun) next.
+    first: Use | None = None
+    expected: Use | None = None
+    is_unpacked: bool = False
 
     def add(self, number: int, storage: Stored, nbytes: int) -> Use:
         """Adds save ``number``, the latest."""

@@ -44,7 +44,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -163,53 +163,36 @@ def _shown(number: int, row: Row) -> tuple[str, str, str]:
     return what, size_text(row.nbytes), last
 
 
+@dataclass(slots=True, eq=False)
 class StepLog:
     """The saves and unpacks of one step. ``facts``, ``packed_at`` and ``ahead`` have an entry for each save."""
 
-    __slots__ = (
-        "ahead",
-        "alive",
-        "before_backward",
-        "derived",
-        "facts",
-        "first",
-        "fraction",
-        "is_known",
-        "kept",
-        "known",
-        "packed_at",
-        "teaches",
-        "unpacked_at",
-        "unpacks",
-    )
-
-    def __init__(self) -> None:
-        self.facts: list[Facts] = []
-        #: The time of each save, and the bytes in flight before it.
-        self.packed_at: list[float] = []
-        self.ahead: list[int] = []
-        #: The number of saves before the first unpack.
-        self.before_backward = 0
-        #: The unpacked saves in order, and the time of each save's first unpack.
-        self.unpacks: list[int] = []
-        self.unpacked_at: dict[int, float] = {}
-        #: Saves whose storage the program still referenced at unpack (checked now, or known from an earlier step).
-        self.alive: set[int] = set()
-        #: Saves whose storages move first under a budget (e.g. inputs of checkpoints).
-        self.first: set[int] = set()
-        #: The table that the step follows, or followed until its end; ``None`` if it matches none (any more).
-        self.known: KnownTable | None = None
-        #: The table that was made from this log.
-        self.derived: KnownTable | None = None
-        #: The fraction that a controller set for the step; ``None`` without a controller, or if the step began like a
-        #: table and then differed from all tables.
-        self.fraction: float | None = None
-        #: Whether the first save matched a table.
-        self.is_known = False
-        #: Movable bytes that stayed because of the table.
-        self.kept = 0
-        #: Whether a table may be made from this log.
-        self.teaches = True
+    facts: list[Facts] = field(default_factory=list)
+    #: The time of each save, and the bytes in flight before it.
+    packed_at: list[float] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+    #: The number of saves before the first unpack.
+    before_backward: int = 0
+    #: The unpacked saves in order, and the time of each save's first unpack.
+    unpacks: list[int] = field(default_factory=list)
+    unpacked_at: dict[int, float] = field(default_factory=dict)
+    #: Saves whose storage the program still referenced at unpack (checked now, or known from an earlier step).
+    alive: set[int] = field(default_factory=set)
+    #: Saves whose storages move first under a budget (e.g. inputs of checkpoints).
+    first: set[int] = field(default_factory=set)
+    #: The table that the step follows, or followed until its end; ``None`` if it matches none (any more).
+    known: KnownTable | None = None
+    #: The table that was made from this log.
+    derived: KnownTable | None = None
+    #: The fraction that a controller set for the step; ``None`` without a controller, or if the step began like a table
+    #: and then differed from all tables.
+    fraction: float | None = None
+    #: Whether the first save matched a table.
+    is_known: bool = False
+    #: Movable bytes that stayed because of the table.
+    kept: int = 0
+    #: Whether a table may be made from this log.
+    makes_table: bool = True
 
     @property
     def kind(self) -> KnownTable | None:
@@ -217,45 +200,45 @@ class StepLog:
         return self.known if self.derived is None else self.derived
 
     def times(
-        self, saved: Mapping[int, float], asked: Mapping[int, float], link: Link | None, windows: Windows
+        self, saved: Mapping[int, float], unpacked_at: Mapping[int, float], link: Link | None, windows: Windows
     ) -> Times:
         """Returns the times of storages for a step with at least one unpack.
 
         Args:
-            saved, asked: the time of each save and of its first unpack, by number, in seconds.
+            saved, unpacked_at: the time of each save and of its first unpack, by number, in seconds.
             link: ``None`` if no transfer was timed (e.g. in a captured step). Then saves and unpacks are assumed to be
                 one second apart.
         """
         if link is None:
             saved = {number: float(number) for number in range(len(self.facts))}
-            asked = {number: float(len(saved) + rank) for rank, number in enumerate(asked)}
+            unpacked_at = {number: float(len(saved) + rank) for rank, number in enumerate(unpacked_at)}
             rate = max(sum(facts[1] for number, facts in enumerate(self.facts) if facts[3] == number), 1) / len(saved)
             link = Link(rate, rate)
-        final, first_asked, turn = dict[int, float](), dict[int, float](), min(asked.values())
+        final, first_unpacked, turn = dict[int, float](), dict[int, float](), min(unpacked_at.values())
         later = turn
         for number in reversed(range(len(self.facts))):
             owner = self.facts[number][3]
             final.setdefault(owner, later)
             later = saved.get(number, later) if owner == number else later
-        for number, seconds in asked.items():
-            first_asked.setdefault(self.facts[number][3], seconds)
+        for number, seconds in unpacked_at.items():
+            first_unpacked.setdefault(self.facts[number][3], seconds)
         return Times(
             final,
-            first_asked,
+            first_unpacked,
             turn,
-            max(asked.values()) - min(saved.values()),
+            max(unpacked_at.values()) - min(saved.values()),
             link,
             windows.inflight,
             windows.prefetch,
         )
 
-    def table(self, link: Link | None, before: StepTable | None = None, in_vain: Container[int] = ()) -> StepTable:
+    def table(self, link: Link | None, before: StepTable | None = None, exempt: Container[int] = ()) -> StepTable:
         """Returns the table for a step like this one.
 
         Args:
             link: ``None`` if no transfer was timed.
             before: the table of an earlier step with the same saves, whose unchanged rows are reused.
-            in_vain: saves that always stay (REST).
+            exempt: saves that always stay (REST).
         """
         known = () if before is None else before.rows
         owners = [facts[3] for facts in self.facts]
@@ -268,7 +251,7 @@ class StepLog:
                 fate, last = _SHARE, number
             elif number in self.alive:
                 fate, reason = _KEEP, KeepReason.ALIVE
-            elif number in in_vain:
+            elif number in exempt:
                 fate = _REST
             elif link is None:
                 fate = _STAY
@@ -302,7 +285,7 @@ class Times(NamedTuple):
     final: Mapping[int, float]
     """When each storage became final: at the next save of a new storage after its own last save, or (if there is none)
     when backward began."""
-    asked: Mapping[int, float]
+    unpacked_at: Mapping[int, float]
     """When each storage was first unpacked, in the order of unpacking."""
     turn: float
     """When backward began."""
@@ -314,59 +297,47 @@ class Times(NamedTuple):
     """Most bytes prefetched."""
 
 
+@dataclass(slots=True, eq=False)
 class KnownTable:
     """A table, with the history of the steps that followed it."""
 
-    __slots__ = (
-        "_shared",
-        "_timed_after",
-        "facts",
-        "first",
-        "in_vain",
-        "is_timed",
-        "kind",
-        "least",
-        "misses",
-        "order",
-        "seen",
-        "table",
-        "timed",
-        "times",
-        "varies",
-    )
+    table: StepTable
+    facts: list[Facts]
+    #: ``StepLog.first`` of the last matching step.
+    first: set[int] = field(default_factory=set)
+    #: Saves whose sizes differ from step to step: see [Note: sizes that vary].
+    varies: set[int] = field(default_factory=set)
+    #: The number of steps that matched, and of the latest steps in a row that did not.
+    times: int = 0
+    misses: int = 0
+    #: The state of a controller for steps like this.
+    kind: StepClass = field(default_factory=StepClass)
+    #: The times of the first matching step, then of the second (the first may have compiled kernels and allocated
+    #: memory), then of the faster of two steps that were timed on the device.
+    seen: Times | None = None
+    #: The first of two steps that are timed on the device.
+    timed: Times | None = None
+    #: Whether two steps have been timed on the device, and how many had matched by then.
+    is_timed: bool = False
+    timed_after: int = 0
+    #: From these two steps: the smallest windows, and the saves that always stay.
+    least: tuple[int, int] | None = None
+    exempt: frozenset[int] = frozenset()
+    #: The last result of ``share``, with its fraction.
+    shared: tuple[float, StepTable, int] | None = None
+    #: The saves in the order of their first unpacks.
+    order: tuple[int, ...] = ()
 
-    def __init__(self, table: StepTable, facts: list[Facts]) -> None:
-        self.facts = facts
-        #: ``StepLog.first`` of the last matching step.
-        self.first: set[int] = set()
-        #: Saves whose sizes differ from step to step: see [Note: sizes that vary].
-        self.varies: set[int] = set()
-        #: The number of steps that matched, and of the latest steps in a row that did not.
-        self.times = self.misses = 0
-        #: The state of a controller for steps like this.
-        self.kind = StepClass()
-        #: The times of the first matching step, then of the second (the first may have compiled kernels and allocated
-        #: memory), then of the faster of two steps that were timed on the device.
-        self.seen: Times | None = None
-        #: The first of two steps that are timed on the device.
-        self.timed: Times | None = None
-        #: Whether two steps have been timed on the device, and how many had matched by then.
-        self.is_timed, self._timed_after = False, 0
-        #: From these two steps: the smallest windows, and the saves that always stay.
-        self.least: tuple[int, int] | None = None
-        self.in_vain: frozenset[int] = frozenset()
-        self._shared: tuple[float, StepTable, int] | None = None
-        self.table = table
-        self.take(table)
+    def __post_init__(self) -> None:
+        self.take(self.table)
 
     def take(self, table: StepTable, seen: Times | None = None) -> None:
         """Replaces the table by ``table``, for the same saves, and (up to the second step) the times by ``seen``."""
         if self.times < 2:
             self.seen = seen
         if self.times < 2 or self.table.rows != table.rows:
-            self._shared = None
+            self.shared = None
         self.table = table
-        #: The saves in the order of their first unpacks.
         self.order = tuple(dict.fromkeys(table.order))
 
     def others(self, facts: list[Facts]) -> set[int] | None:
@@ -378,7 +349,7 @@ class KnownTable:
         return differ if is_like and _SAME * len(differ) <= (_SAME - 1) * len(facts) else None
 
     def vary(self, facts: list[Facts], differ: set[int]) -> None:
-        self.facts, self._shared = facts, None
+        self.facts, self.shared = facts, None
         self.varies |= differ
 
     def has(self, number: int, facts: Facts) -> bool:
@@ -390,28 +361,28 @@ class KnownTable:
 
     def share(self, fraction: float) -> tuple[StepTable, int]:
         """Returns the table in which that fraction of the movable bytes moves, and the bytes that stay."""
-        if self._shared is None or self._shared[0] != fraction:
+        if self.shared is None or self.shared[0] != fraction:
             rows, kept = list(self.table.rows), 0
             for number, one in zip(self._movable, share(self._timeline(), fraction), strict=True):
                 kept += 0 if one else rows[number].storage_nbytes
                 if rows[number].fate is not (fate := _MOVE if one else _STAY):
                     rows[number] = replace(rows[number], fate=fate)
-            self._shared = (fraction, replace(self.table, rows=tuple(rows)), kept)
-        return self._shared[1:]
+            self.shared = (fraction, replace(self.table, rows=tuple(rows)), kept)
+        return self.shared[1:]
 
     def time(self, times: Times) -> bool:
         """Adds the device's times of a step; returns whether there are two, the faster of which is used."""
         if self.timed is None:
             self.timed = times
             return False
-        self.seen, self._shared = min(self.timed, times, key=lambda one: one.seconds), None
-        self.timed, self.is_timed, self._timed_after = None, True, self.times
+        self.seen, self.shared = min(self.timed, times, key=lambda one: one.seconds), None
+        self.timed, self.is_timed, self.timed_after = None, True, self.times
         return True
 
     @property
     def is_due(self) -> bool:
         """Whether to time the next steps on the device; repeated, because the timed steps may have been slow."""
-        return not self.is_timed or self.times - self._timed_after >= _TIME_AGAIN
+        return not self.is_timed or self.times - self.timed_after >= _TIME_AGAIN
 
     def hidden_part(self) -> float:
         """Returns the fraction of the movable bytes whose copies the link hides."""
@@ -423,13 +394,13 @@ class KnownTable:
         """Computes the smallest windows for which nothing waits (at most ``windows``), and the saves to exempt."""
         step = self._timeline()
         window, ahead = windows.sized(step.nbytes)
-        self.least, self.in_vain = None, frozenset()
+        self.least, self.exempt = None, frozenset()
         if (found := least_windows(replace(step, window=window, ahead=ahead))) is None:
             return
         numbers = self._movable
-        self.least, self.in_vain = (found.window, found.ahead), frozenset(numbers[at] for at in found.in_vain)
+        self.least, self.exempt = (found.window, found.ahead), frozenset(numbers[at] for at in found.exempt)
         rows = list(self.table.rows)
-        for number in self.in_vain:
+        for number in self.exempt:
             rows[number] = replace(rows[number], fate=_REST)
         self.table = replace(self.table, rows=tuple(rows))
 
@@ -444,8 +415,8 @@ class KnownTable:
         return Timeline(
             [self.facts[number][1] for number in numbers],
             [seen.final[number] for number in numbers],
-            [seen.asked.get(number, math.inf) for number in numbers],
-            [place[number] for number in seen.asked if number in place],
+            [seen.unpacked_at.get(number, math.inf) for number in numbers],
+            [place[number] for number in seen.unpacked_at if number in place],
             seen.turn,
             seen.seconds,
             seen.link.out,
@@ -466,16 +437,13 @@ class KnownTable:
 
 
 class StepScript:
-    """The steps of one call of a function, which the next call has to repeat.
-
-    Args:
-        expected: the script of the previous call, which this call is checked against; ``None``: record only.
-    """
+    """The steps of one call of a function, which the next call has to repeat. ``expected``: the script of the previous
+    call, which this call is checked against; ``None``: record only."""
 
     def __init__(self, expected: StepScript | None = None) -> None:
-        self.logs: list[StepLog] = []
-        self.moved: list[set[int]] = []
-        self._expected = None if expected is None else expected.logs
+        #: The log of each step, and the numbers of its saves that have moved.
+        self.logs: dict[StepLog, set[int]] = {}
+        self._expected = None if expected is None else list(expected.logs)
         self._failure: ScheduleMismatchError | None = None
 
     def begin(self, step: Step) -> None:
@@ -483,18 +451,16 @@ class StepScript:
             number = len(self.logs)
             expected = self._expected[number] if number < len(self._expected) else StepLog()
             step.strict = partial(self._check, expected)
-        self.logs.append(step.log)
-        self.moved.append(set())
+        self.logs[step.log] = set()
 
     def note_moved(self, step: Step, number: int) -> None:
-        for log, moved in zip(self.logs, self.moved, strict=True):
-            if log is step.log:
-                moved.add(number)
+        if step.log in self.logs:
+            self.logs[step.log].add(number)
 
     def tables(self) -> tuple[StepTable, ...]:
         """Returns the table of each step that saved something movable."""
         found = []
-        for log, moved in zip(self.logs, self.moved, strict=True):
+        for log, moved in self.logs.items():
             if not log.facts:
                 continue
             table = log.table(None)
@@ -512,20 +478,19 @@ class StepScript:
         assert self._expected is not None
         if self._failure is not None:
             raise self._failure
-        for number, expected in enumerate(self._expected):
-            log = self.logs[number] if number < len(self.logs) else StepLog()
+        for log, expected in itertools.zip_longest(self.logs, self._expected, fillvalue=StepLog()):
             if len(log.facts) < len(expected.facts):
                 self._differ(f"save {len(log.facts)}", _said(expected.facts[len(log.facts)]), "none")
             if len(log.unpacks) < len(expected.unpacks):
                 self._differ(f"unpack {len(log.unpacks)}", f"save {expected.unpacks[len(log.unpacks)]}", "none")
 
-    def _check(self, expected: StepLog, log: StepLog, is_ask: bool) -> None:
-        """Compares the latest save (or unpack, if ``is_ask``) of ``log`` with ``expected``."""
+    def _check(self, expected: StepLog, log: StepLog, is_unpack: bool) -> None:
+        """Compares the latest save (or unpack, if ``is_unpack``) of ``log`` with ``expected``."""
         number, rank = len(log.facts) - 1, len(log.unpacks) - 1
-        if not is_ask and expected.facts[number : number + 1] != log.facts[number:]:
+        if not is_unpack and expected.facts[number : number + 1] != log.facts[number:]:
             before = _said(expected.facts[number], log.facts[number]) if number < len(expected.facts) else "none"
             self._differ(f"save {number}", before, _said(log.facts[number], *expected.facts[number : number + 1]))
-        if is_ask and expected.unpacks[rank : rank + 1] != log.unpacks[rank:]:
+        if is_unpack and expected.unpacks[rank : rank + 1] != log.unpacks[rank:]:
             before = f"save {expected.unpacks[rank]}" if rank < len(expected.unpacks) else "none"
             self._differ(f"unpack {rank}", before, f"save {log.unpacks[rank]}")
 
@@ -627,10 +592,7 @@ class StepTables:
 
     def missed(self, known: KnownTable, what: str) -> None:
         """Counts a step that differed from ``known``, the table that it followed, and that matches no other table.
-
-        Args:
-            what: the kind of difference, a key of ``stats().table_misses``.
-        """
+        ``what``: the kind of difference, a key of ``stats().table_misses``."""
         misses = self._accounts.counters.table_misses
         misses[what] = misses.get(what, 0) + 1
         known.misses += 1
@@ -644,7 +606,7 @@ class StepTables:
             link: as for ``StepLog.table``.
             windows: the windows in force.
         """
-        if self.is_frozen or not log.teaches:
+        if self.is_frozen or not log.makes_table:
             return
         if not log.unpacks:  # a graph that was dropped, which shows nothing, or a step whose saves are all kept
             if (known := log.known) is not None and not known.order and known.facts == log.facts:
@@ -661,8 +623,8 @@ class StepTables:
             self.missed(log.known, "fewer")
             log.fraction = None
         # With a controller, `share` decides which storages stay.
-        before, in_vain = (None, ()) if alike is None else (alike.table, alike.in_vain)
-        table = log.table(link if self.controller is None else None, before, in_vain)
+        before, exempt = (None, ()) if alike is None else (alike.table, alike.exempt)
+        table = log.table(link if self.controller is None else None, before, exempt)
         if alike is None:
             alike = KnownTable(table, log.facts)
         else:
@@ -724,7 +686,7 @@ class Step:
         self._looks_again = False
         self._order: tuple[int, ...] = ()  # of unpacks, by the table
         self._rank = 0
-        self._asked_again: set[int] = set()
+        self._unpacked_again: set[int] = set()
 
     def save(self, facts: Facts, seconds: float, ahead: int) -> Row | None:
         """Logs the next save; returns its row if it is the first save of its storage and the step follows a table.
@@ -736,7 +698,7 @@ class Step:
         log = self.log
         number = len(log.facts)
         if number == 0:
-            self._use(self._tables.look_up(facts) if log.teaches else [])
+            self._use(self._tables.look_up(facts) if log.makes_table else [])
             log.fraction, log.is_known = self._tables.fraction_of(log.known), log.known is not None
         elif (known := log.known) is not None and not known.has(number, facts):
             self._differ([*log.facts, facts], known.difference(number, facts))
@@ -757,16 +719,13 @@ class Step:
             log.alive.add(number)
         return row
 
-    def asked(self, number: int, seconds: float) -> Iterable[int] | None:
-        """Logs that backward unpacks save ``number``.
-
-        Returns:
-            The expected order of unpacks, if it differs from the order assumed so far.
-        """
+    def on_unpack(self, number: int, seconds: float) -> Iterable[int] | None:
+        """Logs that backward unpacks save ``number``. Returns the expected order of unpacks, if it differs from the
+        order assumed so far."""
         log = self.log
         if number in log.unpacked_at:
-            if number not in self._asked_again:
-                self._asked_again.add(number)
+            if number not in self._unpacked_again:
+                self._unpacked_again.add(number)
                 log.unpacks.append(number)
                 if self.strict is not None:
                     self.strict(log, True)

@@ -89,11 +89,11 @@ class ThreadState:
         step, phase = self.steps.get(saves), contexts.thread.phase
         if step is not None and (step.phase is not phase or (step.is_over and phase is None)):
             self.sequence = next(_sequences)
-            saves.begin_further_step(self.queue(saves), counts=step.log.teaches)
+            saves.begin_further_step(self.queue(saves), counts=step.log.makes_table)
             step = None
         if step is None:
             step = self.steps[saves] = saves.new_step(self.queue(saves))
-            step.phase, step.log.teaches = phase, phase is None or phase.is_step
+            step.phase, step.log.makes_table = phase, phase is None or phase.is_step
         return step
 
 

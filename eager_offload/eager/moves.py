@@ -139,7 +139,7 @@ class Moves:
                     self._keep(saved)
                 if record.state is not KEPT:
                     record.on_unpack(resident=transfer is None)
-                expected = step.asked(view.number, runtime.timestamp())
+                expected = step.on_unpack(view.number, runtime.timestamp())
                 if expected is not None:  # the order has changed
                     order.arrange(step.uses, expected)
                 backward = current_backward()
@@ -215,7 +215,7 @@ class Moves:
         storage, first_byte, nbytes = saved.origin(), saved.footprint.start, saved.footprint.nbytes
         if storage is not None and storage.nbytes() >= first_byte + nbytes:
             # Note only whole storages as alive: the storage of a part may be alive because of other saved parts.
-            is_new = not (saved.record.asked or saved.saved_anew) and saved.target is None
+            is_new = not (saved.record.is_unpacked or saved.saved_anew) and saved.target is None
             if is_new and saved.footprint.whole:
                 saved.step.log.alive.add(saved.first)
             return view.over(storage, first_byte) if original is None else original

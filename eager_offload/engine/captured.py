@@ -236,7 +236,7 @@ class CapturedTransfers(DeviceOffloader):
             assert self._slab.memory is not None
             start, behind = self._slab.places[key]
             slot.start, slot.tensor = start, self._slab.memory[start : start + slot.nbytes]
-            slot.fences = () if behind < 0 else (Fence(self.runtime, self._events[behind]),)
+            slot.record.fences = () if behind < 0 else (Fence(self.runtime, self._events[behind]),)
         self._enqueue(transfer, slot, queued.source, slot, queued.after, "offload", key)
         self._events.append(transfer.event)
         if self._slab is not None:

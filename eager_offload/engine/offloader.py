@@ -89,10 +89,7 @@ class DeviceOffloader(Transfers):
 
     def reserve(self, nbytes: int, fallback: str | None = None) -> Slot | None:
         """Returns a slot of the first tier that has room or can grow; ``None``, with a warning, if no tier can.
-
-        Args:
-            fallback: the warning's text on the bytes; by default it says that they stay.
-        """
+        ``fallback``: the warning's text on the bytes; by default it says that they stay."""
         for tier in self.tiers:
             try:
                 with self.lock:  # so that a reentrant call (e.g. by a signal handler) is refused
@@ -217,11 +214,8 @@ class DeviceOffloader(Transfers):
         return bool(self._queued)
 
     def poll_from_thread(self) -> bool:
-        """Polls on behalf of a transfer thread, in case the program makes no further call.
-
-        Returns:
-            ``False`` if another thread holds the lock: waiting could deadlock, since the holder may wait for this one.
-        """
+        """Polls on behalf of a transfer thread, in case the program makes no further call. Returns ``False`` if another
+        thread holds the lock: waiting could deadlock, since the holder may wait for this one."""
         if not self.lock.acquire(blocking=False):
             return False
         try:
@@ -259,11 +253,8 @@ class DeviceOffloader(Transfers):
             awaited = remaining
 
     def make_room(self, drop: Callable[[], None] = lambda: None) -> None:
-        """Frees device memory for a reload: waits for copies out, and drops prefetched bytes.
-
-        Args:
-            drop: drops prefetched bytes, with the lock held.
-        """
+        """Frees device memory for a reload: waits for copies out, and has ``drop`` drop prefetched bytes under the
+        lock."""
         with self._counting_wait(None):
             # Before `drop`, because the source of a promised storage is held as resident when its copy out completes.
             self.wait_until_left()

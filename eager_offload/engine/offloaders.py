@@ -211,12 +211,9 @@ class Offloaders:
                 tier.restart_peak()
 
     def close(self, forget: Callable[[], None]) -> None:
-        """Waits for all transfers and closes every tier. Offloaders and tiers are made again on demand.
-
-        Args:
-            forget: makes callers look up their offloaders again. Called under the lock that guards the removal, so
-                that no other thread saves a tensor in between.
-        """
+        """Waits for all transfers and closes every tier. Offloaders and tiers are made again on demand. ``forget``:
+        makes callers look up their offloaders again. Called under the lock that guards the removal, so that no other
+        thread saves a tensor in between."""
         for offloader in self.all():
             offloader.synchronize()
         with self._accounts.lock:
@@ -273,33 +270,33 @@ class Offloaders:
 
     def _tiers_of(self, runtime: Runtime) -> list[Tier]:
         if runtime not in self._tiers:
-            self._tiers[runtime] = self._new_tiers(runtime)
+            config, on_host_runtime = self._config, isinstance(runtime, HostRuntime)
+            is_auto, is_named = config.tier == "auto", config.disk_path is not None
+            to_disk = config.tier == "disk" or (is_auto and (is_named or on_host_runtime))
+            to_host = not to_disk or (is_auto and isinstance(runtime, AcceleratorRuntime))
+            if to_host and on_host_runtime:
+                warn_once(
+                    "host_tier",
+                    'tier="host" on a CPU device copies within host memory: it frees nothing and is meant for tests',
+                )
+            hosts = [self._host_tier(runtime)] if to_host else []
+            self._tiers[runtime] = [*hosts, self._disk_tier()] if to_disk else hosts
         return self._tiers[runtime]
-
-    def _new_tiers(self, runtime: Runtime) -> list[Tier]:
-        config, on_device = self._config, isinstance(runtime, AcceleratorRuntime)
-        if config.tier == "auto" and on_device and config.disk_path is not None:
-            return [self._host_tier(runtime), self._disk_tier()]
-        on_host_runtime = isinstance(runtime, HostRuntime)
-        if config.tier == "disk" or (config.tier == "auto" and (on_host_runtime or config.disk_path is not None)):
-            return [self._disk_tier()]
-        if on_host_runtime:
-            message = 'tier="host" on a CPU device copies within host memory: it frees nothing and is meant for tests'
-            warn_once("host_tier", message)
-        return [self._host_tier(runtime)]
 
     def _disk_tier(self) -> Tier:
         if self._disk is None:
             config = self._config
-            budget, given = _bytes(config.disk_budget), config.written("disk_budget")
-            self._disk = self._around(DiskTier(config.disk_path, budget, given=given, verify=config.verify))
+            budget = None if config.disk_budget == "auto" else config.size("disk_budget")
+            tier = DiskTier(config.disk_path, budget, given=config.written("disk_budget"), verify=config.verify)
+            self._disk = self._around(tier)
         return self._disk
 
     def _host_tier(self, runtime: Runtime) -> Tier:
-        pin_memory = isinstance(runtime, AcceleratorRuntime) and self._config.pin_memory is not False
+        config = self._config
+        pin_memory = isinstance(runtime, AcceleratorRuntime) and config.pin_memory is not False
         pool = shared_pool(runtime, pin_memory, lambda: _new_pool(runtime, pin_memory=pin_memory))
-        budget, given = _bytes(self._config.host_budget), self._config.written("host_budget")
-        return self._around(HostTier(pool, budget, given=given))
+        budget = None if config.host_budget == "auto" else config.size("host_budget")
+        return self._around(HostTier(pool, budget, given=config.written("host_budget")))
 
     def _around(self, tier: Tier) -> Tier:
         return tier if self.around_tier is None else self.around_tier(tier)
@@ -314,7 +311,3 @@ def _new_pool(runtime: Runtime, *, pin_memory: bool) -> Pool:
         more = {"idle_bytes": sys.maxsize, "sizes": runtime.slab_sizes(pin_memory=pin_memory)}
     # A freed pinned buffer has to be unpinned before its memory is available: `poll` does that.
     return Pool(allocate, bound=host_bound, on_freed=runtime.poll, **more)
-
-
-def _bytes(budget: int | str) -> int | None:
-    return None if isinstance(budget, str) else budget

@@ -61,7 +61,7 @@ class CountedBytes:
     shared_bytes: int
     kept: KeepReason
     #: Whether backward has unpacked them since they left.
-    asked: bool
+    is_unpacked: bool
     is_gone: bool
 
     def save(
@@ -88,7 +88,7 @@ class CountedBytes:
             live.without_offload += nbytes
         if live.on_device > counters.device_bytes_peak or live.without_offload > counters.without_offload_bytes_peak:
             counters.note_live()
-        self.state, self.shared_bytes, self.asked, self.is_gone = WAITING, 0, False, False
+        self.state, self.shared_bytes, self.is_unpacked, self.is_gone = WAITING, 0, False, False
         counters.kept(reason, nbytes)
 
     def keep_beside(self, nbytes: int) -> None:
@@ -108,7 +108,7 @@ class CountedBytes:
         else:
             counters.offloaded_bytes -= nbytes
             counters.offloaded_tensors -= 1
-            if self.asked:  # kept bytes are not counted as forwarded
+            if self.is_unpacked:  # kept bytes are not counted as forwarded
                 counters.forwarded_bytes -= nbytes
         counters.kept_bytes[reason] += nbytes + self.shared_bytes
         counters.shared_bytes -= self.shared_bytes
@@ -116,8 +116,8 @@ class CountedBytes:
 
     def on_unpack(self, *, resident: bool) -> None:
         """Counts the first unpack since the bytes left; ``resident``: they are still or again on the device."""
-        if not self.asked:
-            self.asked = True
+        if not self.is_unpacked:
+            self.is_unpacked = True
             if resident:
                 self.counters.forwarded_bytes += self.logical_bytes
             else:
@@ -142,7 +142,7 @@ class BytesRecord(FinalizerRecord[T], CountedBytes):
         live.on_device -= self.beside_bytes + (self.apart_bytes if self.state is KEPT else 0)
         if self.storage is not None:
             live.dropped.append(self.storage)
-        if self.state is AWAY and not self.asked:
+        if self.state is AWAY and not self.is_unpacked:
             self.counters.released_bytes += self.logical_bytes
 
 

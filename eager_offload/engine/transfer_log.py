@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -74,13 +75,11 @@ class GraphOffloaded(NamedTuple):
 Entry: TypeAlias = Copied | Waited | GraphOffloaded
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Reader:
     """A position in the log: its owner has read the entries before."""
 
-    __slots__ = ("__weakref__", "position")
-
-    def __init__(self, position: int) -> None:
-        self.position = position
+    position: int
 
 
 class TransferLog:

@@ -350,11 +350,8 @@ class Transfers:
         return target, transfer
 
     def add_resident(self, nbytes: int, transfer: Transfer | None = None) -> None:
-        """Counts ``nbytes`` more bytes as held by the library on the device.
-
-        Args:
-            transfer: the transfer to count them for, if the stats do not follow their storage.
-        """
+        """Counts ``nbytes`` more bytes as held by the library on the device. ``transfer``: the transfer to count them
+        for, if the stats do not follow their storage."""
         self.resident_bytes += nbytes
         counters = self.accounts.counters
         live = counters.live
@@ -373,11 +370,8 @@ class Transfers:
                 transfer.live.on_device -= transfer.live_nbytes
 
     def mark_consumed(self, transfer: Transfer) -> bool:
-        """Marks a reload as consumed: its event has completed, or a stream waits for it. Drops its keepalive.
-
-        Returns:
-            Whether this was the first call for the reload.
-        """
+        """Marks a reload as consumed: its event has completed, or a stream waits for it. Drops its keepalive. Returns
+        whether this was the first call for the reload."""
         if transfer not in self._in:
             return False
         del self._in[transfer]
@@ -478,7 +472,7 @@ class Transfers:
         if failure is None:
             counters.out_seconds += self.out_rate.add(transfer.moved, self.runtime.copy_seconds(transfer.event))
             record.state = AWAY
-            if record.is_gone and not record.asked:
+            if record.is_gone and not record.is_unpacked:
                 record.counters.released_bytes += record.logical_bytes
         else:
             counters.bytes_out -= transfer.moved

@@ -190,7 +190,7 @@ class OffloadPlugin:
         for calls in list(self._calls.values()):
             calls.warn_if_unseen()
         if self.offload.stats().saved_tensors:
-            self.offload.warn_if_nothing_moved()
+            self.offload.no_effect.warn_if_nothing_moved()
         self.remove()
         self._trace.end()
         if not self._summarized:
@@ -208,14 +208,14 @@ def _counting(plugin: OffloadPlugin) -> Callable[[nn.Module], bool]:
     """Returns :func:`is_training` with a counter of training forwards for ``plugin``."""
     alive = weakref.ref(plugin)  # prepared models hold the result, and must not keep the plugin alive
 
-    def asked(model: nn.Module) -> bool:
+    def counted(model: nn.Module) -> bool:
         training = is_training(model)
         if training and (found := alive()) is not None:
             found._forwards += 1
             found._trace.begin(found._forwards)
         return training
 
-    return asked
+    return counted
 
 
 def _innermost(model: nn.Module) -> nn.Module:

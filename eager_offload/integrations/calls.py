@@ -62,9 +62,9 @@ def offload_from(given: Given, fields: Mapping[str, Any] | None = None) -> Offlo
     fields = {name: value for name, value in (fields or {}).items() if value is not None or name not in FIELDS}
     if not isinstance(given, Offload):
         made = Offload(OffloadConfig.from_given(given, fields))
-        made.expect_no_use()  # training may never begin
+        made.no_effect.note_use()  # training may never begin
         return made
-    given.expect_no_use()
+    given.no_effect.note_use()
     if others := fields.keys() - {"enabled"}:
         raise ConfigError(
             f"{', '.join(sorted(others))} beside an Offload is not accepted: it has its configuration already. Give "
@@ -193,7 +193,7 @@ class OffloadedCalls:
     def warn_if_unseen(self) -> None:
         """Warns, with the reason, if the module has trained without saved tensors."""
         if self._unseen and (module := self._module()) is not None:
-            self._offload.warn_if_nothing_moved(because=f"{self._why(module)}, or {self._instead}")
+            self._offload.no_effect.warn_if_nothing_moved(because=f"{self._why(module)}, or {self._instead}")
 
     def _why(self, module: nn.Module) -> str:
         kind, call = type(module), self._call()

@@ -187,7 +187,7 @@ class FirstBatch:
                 "learns from the first steps"
             ) from error
         self._offload.follow(found, self.config)
-        self._offload.expect_no_use()
+        self._offload.no_effect.note_use()
         self._applied, self._calls, self.optimizers = ExitStack(), 0, ()
         self._applied.enter_context(found.apply(model))
         self._planned = weakref.ref(model)

@@ -158,7 +158,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         try:
             if self._patches and self._batches_of_fit:
-                self.offload.warn_if_nothing_moved(self._moved_before)
+                self.offload.no_effect.warn_if_nothing_moved(self._moved_before)
                 summarize(self.offload)
         finally:
             self._leave()

@@ -143,7 +143,7 @@ class OffloadTrainerCallback(TrainerCallback):
                 "only one device (CUDA_VISIBLE_DEVICES)"
             )
         if hiding := " and ".join(self._hiding_options(args)):
-            self.offload.expect_to_be_hidden(
+            self.offload.no_effect.expect_hidden(
                 f"{hiding} hides from us the tensors that it moves itself: leave that option out, and they move on "
                 "side streams and within the budget"
             )
@@ -198,7 +198,7 @@ class OffloadTrainerCallback(TrainerCallback):
             one.remove()
         for one in others:
             if one._is_under_flag and one.offload is not None:
-                one.offload.expect_to_be_hidden()  # `self` warns of the flag
+                one.offload.no_effect.expect_hidden()  # `self` warns of the flag
         if any(not one._is_under_flag for one in others):
             raise ConfigError(
                 "more than one OffloadTrainerCallback, or one beside OffloadTrainerMixin, is not accepted for a "
@@ -241,7 +241,7 @@ class OffloadTrainerCallback(TrainerCallback):
             if state.global_step > self._first_step:
                 if self._calls is not None:
                     self._calls.warn_if_unseen()
-                self.offload.warn_if_nothing_moved(self._saved_before)
+                self.offload.no_effect.warn_if_nothing_moved(self._saved_before)
                 summarize(self.offload)
         finally:
             self.remove()

@@ -58,7 +58,7 @@ def get_act_offloading_ctx_manager(
         warn_if_no_head: whether to warn if ``model`` does not have ``get_output_embeddings``.
     """
     offload = _made[model] = Offload() if use_pin_memory else Offload(pin_memory=False)
-    offload.expect_no_use()  # training may never begin
+    offload.no_effect.note_use()  # training may never begin
     find = getattr(model, "get_output_embeddings", None)
     if find is None and warn_if_no_head:
         warn(f"{type(model).__name__} has no get_output_embeddings, so tensors saved in its output head move too")

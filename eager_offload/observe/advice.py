@@ -27,11 +27,11 @@ _MUCH = 0.10
 #: Reasons that no setting changes.
 _STAYS = (KeepReason.ALIVE, KeepReason.DEVICE, KeepReason.LAYOUT)
 #: A run moves everything in vain if no backward asks for this share of the offloaded bytes.
-_ALL_IN_VAIN = 0.9
+_ALL_UNUSED = 0.9
 #: A reason to stay explains why memory has not fallen from this share of a step's saves on.
 _EXPLAINS = 0.3
 #: Moving in vain is worth a sentence from this share of the offloaded bytes on.
-_VAIN = 0.30
+_UNUSED = 0.30
 #: Terabytes a day. A consumer disk is rated for a few hundred in its life, a server disk for thousands.
 _WEARS = 10.0
 #: A shorter run gets no sentence about a day.
@@ -48,7 +48,7 @@ def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
     if not config.enabled or not stats.saved_tensors:
         return context
     memory = _of_memory(stats, config)
-    parts = (_of_failures, _of_budgets, _of_waits, _of_what_moves_in_vain)
+    parts = (_of_failures, _of_budgets, _of_waits, _of_unused_moves)
     found = context if stats.offloaded_bytes else ()  # else the sentence on memory names it as the reason
     found += tuple(sentence for part in parts for sentence in part(stats, config))
     found += tuple(_of_what_stays(stats, config, memory.reason))
@@ -75,8 +75,8 @@ def _of_memory(stats: OffloadStats, config: OffloadConfig) -> MemoryVerdict:
             'device of CPU tensors. tier="auto" and tier="disk" move them to disk.'
         )
         return MemoryVerdict(sentence, fell=False)
-    in_vain = stats.released_bytes - stats.failed_bytes
-    if in_vain >= _ALL_IN_VAIN * stats.offloaded_bytes:
+    unused = stats.released_bytes - stats.failed_bytes
+    if unused >= _ALL_UNUSED * stats.offloaded_bytes:
         return MemoryVerdict("Memory was moved in vain: no backward used the saved tensors.", fell=False)
     before, after = stats.without_offload_bytes_peak, stats.device_bytes_peak
     peaks = (
@@ -250,17 +250,17 @@ def _of_what_stays(stats: OffloadStats, config: OffloadConfig, said: KeepReason 
             yield f"{a_step} a step ({percent_text(nbytes / stats.saved_bytes)} of the saved bytes) {sentence}."
 
 
-def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
+def _of_unused_moves(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     def much(nbytes: int, sentence: str) -> Iterator[str]:
-        if stats.offloaded_bytes and nbytes >= _VAIN * stats.offloaded_bytes:
+        if stats.offloaded_bytes and nbytes >= _UNUSED * stats.offloaded_bytes:
             share = percent_text(nbytes / stats.offloaded_bytes)
             yield f"{size_text(nbytes)} ({share} of the offloaded bytes) {sentence}"
 
-    never_asked = max(stats.released_bytes - stats.failed_bytes, 0)
-    yield from much(never_asked, "were never unpacked: run forwards without a backward under torch.no_grad().")
+    unused = max(stats.released_bytes - stats.failed_bytes, 0)
+    yield from much(unused, "were never unpacked: run forwards without a backward under torch.no_grad().")
     if (knob := _knob_of_what_stays(stats, config)) is not None:
-        vain = "were unpacked before they had left, so moving them was in vain."
-        yield from much(stats.forwarded_bytes, f"{vain}{knob}")
+        reason = "were unpacked before they had left, so moving them was in vain."
+        yield from much(stats.forwarded_bytes, f"{reason}{knob}")
     daily = stats.terabytes_a_day
     if daily >= _WEARS and stats.seconds >= WEAR_SECONDS:
         yield f"{daily:,.0f} TB a day would be written to disk, which wears it" + (

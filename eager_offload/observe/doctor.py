@@ -159,24 +159,21 @@ class _Probes:
     def __call__(self, what: str, probe: Callable[[], _T], otherwise: _T) -> _T:
         """Returns the result of ``probe``, or ``otherwise`` and a line of ``failures`` if it fails or takes too
         long."""
-        results: list[_T] = []
-        errors: list[BaseException] = []
+        results, errors = list[_T](), list[str]()
 
         def work() -> None:
             try:
                 results.append(probe())
             except BaseException as error:
-                errors.append(error)
+                first, *_ = str(error).strip().split("\n")
+                errors.append(f"{type(error).__name__}: {first}")
 
         thread = threading.Thread(target=work, name=f"eager_offload doctor: {what}", daemon=True)
         thread.start()
         thread.join(_ONE_PROBE)
         if results:
             return results[0]
-        said = f"no answer within {_ONE_PROBE:.0f} s"
-        for error in errors:
-            first, *_ = str(error).strip().split("\n")
-            said = f"{type(error).__name__}: {first}"
+        said = errors[0] if errors else f"no answer within {_ONE_PROBE:.0f} s"
         self.failures.append(f"{what}: {said}")
         return otherwise
 

@@ -48,10 +48,7 @@ def why(stats: OffloadStats, config: OffloadConfig) -> str:
 
 def main_reason(stats: OffloadStats, config: OffloadConfig, share: float = 0.0) -> tuple[KeepReason | None, str]:
     """Returns the reason for which most bytes of a step stay, and a clause that says so; parameters come last.
-
-    Args:
-        share: the share of a step's saves from which a reason counts; if none does, ``None`` and an empty clause.
-    """
+    ``share``: the share of a step's saves from which a reason counts; if none does, ``None`` and an empty clause."""
     others = {reason: nbytes for reason, nbytes in stats.kept_bytes.items() if reason != KeepReason.PARAMETER}
     kept = others or stats.kept_bytes
     steps = max(stats.steps, 1)

@@ -58,7 +58,7 @@ class Making:
         self._process, self._backwards = os.getpid(), contexts.process.backwards
 
     @property
-    def is_in_vain(self) -> bool:
+    def is_unused(self) -> bool:
         """Whether this process has run a backward since then."""
         return os.getpid() == self._process and contexts.process.backwards > self._backwards
 
@@ -83,16 +83,16 @@ class NoEffectWarnings:
             self._making = Making()
             unused.add(self._making)
 
-    def is_used(self) -> None:
-        """Ends the watch of ``expect_use``."""
+    def note_use(self) -> None:
+        """Ends the watch of ``expect_use``: the ``Offload`` is used, or its caller checks that itself."""
         if self._making is not None:
             unused.discard(self._making)
             self._making = None
 
     def warn_if_unused(self) -> None:
         """Warns if the ``Offload`` was not used although the thread has trained."""
-        if self._making is not None and self._making.is_in_vain:
-            self.is_used()
+        if self._making is not None and self._making.is_unused:
+            self.note_use()
             warn(f"nothing of this Offload was used, {_INSTEAD}")
 
     def look_at(self, forward: Forward, matched: MatchedModules, *, is_own: bool) -> None:
@@ -128,14 +128,22 @@ class NoEffectWarnings:
                 self._accounts.counters.foreign_hooks += count
             warn_once("foreign", _FOREIGN, self._accounts.said)
 
-    def is_hidden(self, message: str | None) -> None:
-        """Warns about other hooks that hide saves, and suppresses the later warnings that would follow from them."""
+    def expect_hidden(self, message: str | None = None) -> None:
+        """Warns with ``message``, if any, about other hooks that hide saves, and suppresses warnings that would follow
+        from them."""
         if message is not None:
             warn_once("foreign", message, self._accounts.said)
         self._accounts.said.update(_HIDDEN)
 
     def warn_if_nothing_moved(self, moved_before: int = 0, because: str | None = None) -> None:
-        """Warns that nothing moved, with the reason: see ``Offload.warn_if_nothing_moved``."""
+        """Warns once, with the reason, if forwards have run and nothing was offloaded.
+
+        A plain loop is checked after its third forward and in ``close``, an integration at the end of training.
+
+        Args:
+            moved_before: the ``offloaded_bytes`` of the stats when training began.
+            because: the reason if no saved tensor was seen.
+        """
         if self._accounts.said & _HIDDEN:
             return
         stats = self._accounts.counters.snapshot(self._config)
@@ -148,5 +156,5 @@ class NoEffectWarnings:
 @atexit.register
 def _tell_of_unused() -> None:
     """Reports unused ``Offload`` objects at the end of a process that did not fail."""
-    if found := [one.where for one in unused if one.is_in_vain and not hasattr(sys, "last_value")]:
+    if found := [one.where for one in unused if one.is_unused and not hasattr(sys, "last_value")]:
         print(f"eager_offload: nothing of the Offload made at {min(found)} was used, {_INSTEAD}", file=sys.stderr)

@@ -72,8 +72,9 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
     if stats.plan is not None:
         lines.append(f"planned    {stats.plan}")
     if stats.table_misses:
-        looked_up = _number(stats.table_forwards, "forward")
-        lines.append(f"looked up  {looked_up}; not to the end: {counts_text(stats.table_misses)}")
+        differed = f"{sum(stats.table_misses.values()):,} of {stats.table_forwards:,} forwards"
+        why = counts_text(stats.table_misses)
+        lines.append(f"tables     {differed} that began like an earlier step differed from it later: {why}")
     if stats.is_approximate:
         lines.append("note       an interrupt came inside the library: the figures are approximate")
     for sentence in stats.advice:
@@ -116,14 +117,15 @@ def _table(stats: OffloadStats) -> Iterator[str]:
     rest = ", ".join(f"{size_text(nbytes)} {what}" for what, nbytes in found.items() if nbytes)
     more = "more than went out: unpacked several times" if stats.bytes_in > stats.bytes_out else ""
     yield row("moved in", stats.bytes_in, "; ".join(filter(None, (more, rest))))
-    stalled = f"{stats.stall_seconds / steps:>11.3f} s  {stats.stall_seconds:>11.3f} s"
-    yield f"{'stalled':<11}{stalled}  of {stats.seconds:,.1f} s"
+
+    def times(name: str, seconds: float, rest: str = "") -> str:
+        return f"{name:<11}{seconds / steps:>11.3f} s  {seconds:>11.3f} s  {rest}".rstrip()
+
+    yield times("stalled", stats.stall_seconds, f"of {stats.seconds:,.1f} s")
     if stats.host_wait_seconds != stats.stall_seconds:  # on an accelerator
-        waited = f"{stats.host_wait_seconds / steps:>11.3f} s  {stats.host_wait_seconds:>11.3f} s"
-        yield f"{'host waited':<11}{waited}"
+        yield times("host waited", stats.host_wait_seconds)
     if stats.processor_seconds:
-        took = f"{stats.processor_seconds / steps:>11.3f} s  {stats.processor_seconds:>11.3f} s"
-        yield f"{'processor':<11}{took}  of a core, for copies; compute may have lacked it"
+        yield times("processor", stats.processor_seconds, "of a core, for copies; compute may have lacked it")
 
 
 def _short(nbytes: int) -> str:
@@ -168,14 +170,12 @@ def peaks(trace: Trace) -> MemorySample:
 
 
 def summary(trace: Trace) -> list[Tile]:
-    stats, most = trace.stats, peaks(trace)
-    saved, offloaded = stats.get("saved_bytes", 0), stats.get("offloaded_bytes", 0)
-    shared, kept = stats.get("shared_bytes", 0), stats.get("kept_bytes", {})
-    stall, fallbacks = stats.get("stall_seconds", 0.0), stats.get("fallbacks", {})
-    host_wait = stats.get("host_wait_seconds", stall)
-    moved = f"{size_text(stats.get('bytes_in', 0))} back{_rate(trace, SliceKind.RELOAD, SliceKind.PREFETCH)}"
-    if written := stats.get("disk_bytes_written"):
-        moved += f"; {size_text(written)} written to disk"
+    stats, most = OffloadStats(**trace.stats), peaks(trace)
+    saved, offloaded, shared, kept = stats.saved_bytes, stats.offloaded_bytes, stats.shared_bytes, stats.kept_bytes
+    stall, host_wait, fallbacks = stats.stall_seconds, stats.host_wait_seconds, stats.fallbacks
+    moved = f"{size_text(stats.bytes_in)} back{_rate(trace, SliceKind.RELOAD, SliceKind.PREFETCH)}"
+    if stats.disk_bytes_written:
+        moved += f"; {size_text(stats.disk_bytes_written)} written to disk"
     waited = f"{_share(stall, trace.seconds)} of {time_text(trace.seconds)}"
     return [
         Tile(
@@ -183,24 +183,20 @@ def summary(trace: Trace) -> list[Tile]:
             size_text(most.device),
             f"{size_text(most.without_offload)} without offload ({change_text(most.without_offload, most.device)})",
         ),
-        Tile("Saved", size_text(saved), f"in {stats.get('saved_tensors', 0):,} tensors"),
+        Tile("Saved", size_text(saved), f"in {stats.saved_tensors:,} tensors"),
         Tile(
             "Offloaded",
             size_text(offloaded),
             f"and {size_text(shared)} shared with them: {_share(offloaded + shared, saved)} of the saved bytes",
         ),
         Tile("Kept", size_text(sum(kept.values())), sizes_text(kept)),
-        Tile("Moved out", f"{size_text(stats.get('bytes_out', 0))}{_rate(trace, SliceKind.OFFLOAD)}", moved),
+        Tile("Moved out", f"{size_text(stats.bytes_out)}{_rate(trace, SliceKind.OFFLOAD)}", moved),
         Tile(
             "Compute stalled",
             time_text(stall),
             waited if host_wait == stall else f"{waited}; the host waited {time_text(host_wait)}",
         ),
-        Tile(
-            "Fallbacks",
-            f"{sum(fallbacks.values()):,}",
-            counts_text(fallbacks) or "everything went as planned",
-        ),
+        Tile("Fallbacks", f"{sum(fallbacks.values()):,}", counts_text(fallbacks) or "everything went as planned"),
     ]
 
 

@@ -298,7 +298,7 @@ class Compute:
         stack = self._stacks[threading.get_ident()]
         return Saver(stack[-1].draft.module, stack[-1].draft.operation) if stack else Saver()
 
-    def asked(self, device: torch.device, module: str) -> str:
+    def note_unpack(self, device: torch.device, module: str) -> str:
         """Notes that an operation of ``module`` asks for a tensor on ``device``. Returns the name of the operation;
         empty outside of a backward."""
         node: Any = current_autograd_node()

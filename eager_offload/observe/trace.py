@@ -322,7 +322,7 @@ class TraceRecorder:
     def unpack(self, handle: RecordedHandle) -> Tensor:
         """Unpacks ``handle``, in place of the unpack hook."""
         saver = handle.saver
-        saver.operation = self._compute.asked(handle.device, saver.module) or saver.operation
+        saver.operation = self._compute.note_unpack(handle.device, saver.module) or saver.operation
         try:
             return handle.inner.unpack()
         finally:
@@ -358,7 +358,7 @@ class TraceRecorder:
         draft = Slice(SliceKind(copy.what), copy.what, str(device), copy.what, nbytes=copy.nbytes, tier=copy.tier)
         self.timeline.copied(draft, device, copy.event, saver)
         if copy.what != SliceKind.OFFLOAD:
-            self._compute.asked(device, "")  # by a graph, whose saves have no handle here
+            self._compute.note_unpack(device, "")  # by a graph, whose saves have no handle here
         self._sample()
 
     def _waited(self, wait: Waited) -> None:

@@ -264,11 +264,11 @@ class Staging:
             _refuse(slot)
         memory = part.memory
         assert memory is not None
-        for fence in memory.fences:
+        for fence in memory.record.fences:
             device.synchronize(fence.event)
         part.event.carried = _carry(slot.read, memory.tensor, slot)
         landed = self._enqueue(part.tensor, memory.tensor, part.stream, part.after, timed=part.timed)
-        memory.fences = (Fence(device, landed),)
+        memory.record.fences = (Fence(device, landed),)
         self._in.hold(memory)
         # If the caller was interrupted, nothing else holds the target of the copy.
         device.keep_until(landed, part.tensor)

@@ -184,7 +184,7 @@ class TransferThread:
     def serve(self, user: object) -> None:
         """Wakes the thread when ``user`` dies, to check ``is_wanted``: see [Note: finalizers] in tiers/forking.py."""
         if self.thread is None:
-            self._take_up_rings()
+            self._discard_dead_users()
         if user not in [one() for one in list(self._users) if one is not None]:  # may be registered repeatedly
             self._users.add(FinalizerRecord(user, self.bell.put))
 
@@ -327,10 +327,10 @@ class TransferThread:
         except Empty:
             return False
         self._users.discard(user)
-        self._take_up_rings()
+        self._discard_dead_users()
         return True
 
-    def _take_up_rings(self) -> None:
+    def _discard_dead_users(self) -> None:
         with suppress(Empty):
             while True:
                 self._users.discard(self.bell.get_nowait())

@@ -7,12 +7,13 @@ import itertools
 import statistics
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
-from eager_offload.tiers.forking import FinalizerRecord
+from eager_offload.tiers.forking import FinalizerRecord, ForkSafeLock
 
 if TYPE_CHECKING:  # commands that only print rates do not import torch
     from torch import Tensor
@@ -42,6 +43,8 @@ class SlotRecord(FinalizerRecord["Slot"]):
     """The data of a slot that outlive the slot."""
 
     __slots__ = ("fences", "nbytes", "range")
+    #: Uses that have to complete before the bytes may be overwritten. A new slot inherits the fences of its range, and
+    #: each transfer adds one. The fence of a write is removed when the host knows that the write has completed.
     fences: tuple[Fence, ...]
     nbytes: int
     #: The slot's range, in tiers that cut slots from slabs.
@@ -66,19 +69,6 @@ class Slot(abc.ABC):
         self.nbytes = nbytes
         self.record = SlotRecord(self) if record is None else record
         self.record.nbytes, self.record.fences = nbytes, fences
-
-    @property
-    def fences(self) -> tuple[Fence, ...]:
-        """Uses that have to complete before the bytes may be overwritten.
-
-        A new slot inherits the fences of its range, and each transfer adds one. The fence of a write is removed when
-        the host knows that the write has completed.
-        """
-        return self.record.fences
-
-    @fences.setter
-    def fences(self, fences: tuple[Fence, ...]) -> None:
-        self.record.fences = fences
 
     @abc.abstractmethod
     def write(self, source: Tensor) -> None:
@@ -117,6 +107,15 @@ class Shortage(NamedTuple):
 
 class MustGrow(Exception):
     """A tier has to allocate memory or extend its file before it has room; ``args`` has the sizes."""
+
+
+class NoRoomError(MemoryError):
+    """A request exceeds a budget or the reserve. ``lacked``: the bytes that ``HostBound`` has refused, else 0."""
+
+    def __init__(self, shortage: Shortage, lacked: int = 0) -> None:
+        super().__init__(shortage.reason)
+        self.shortage = shortage
+        self.lacked = lacked
 
 
 class Tier(abc.ABC):
@@ -295,9 +294,7 @@ class Ranges(Generic[S]):
                 before.nbytes += one.nbytes
                 before.fences += one.fences
             else:
-                assert before is None or before.slab is not one.slab or before.start + before.nbytes < one.start, (
-                    "twice"
-                )
+                assert before is None or before.slab is not one.slab or before.start + before.nbytes < one.start
                 joined.append(one)
         for one in joined:
             if one.fences:
@@ -311,6 +308,48 @@ class Ranges(Generic[S]):
 def pending(fences: Iterable[Fence]) -> tuple[Fence, ...]:
     """Returns the distinct fences that have not passed."""
     return tuple([fence for fence in dict.fromkeys(fences) if not fence.passed()])
+
+
+class Cutter(abc.ABC):
+    """Cuts slots from slabs under a lock, and takes the ranges of dead slots back."""
+
+    #: Whether an exception has interrupted a change, so that ranges may be lost.
+    _is_crashed: bool
+    #: Bytes requested by living slots.
+    _used: int
+
+    def __init__(self) -> None:
+        #: Guards all counts and ranges.
+        self._lock = ForkSafeLock()
+        #: Held while room is taken from the system: see [Note: growth] in ``pool.py``. Acquired before ``_lock``.
+        self._growth = ForkSafeLock()
+
+    @abc.abstractmethod
+    def _poll(self) -> None:
+        """Does what ``poll`` does, with the lock held."""
+
+    def poll(self) -> None:
+        """Collects dead slots, and frees idle room beyond the allowance."""
+        if not self._lock.is_held():  # reentrant calls leave this to a later one; see [Note: reentry] in forking.py
+            with self._lock.lock, self._crashing():
+                self._poll()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes requested by living slots and leases."""
+        self.poll()
+        return self._used
+
+    @contextmanager
+    def _crashing(self) -> Iterator[None]:
+        """Marks this object as crashed after an exception that is no lack of room."""
+        try:
+            yield
+        except (MustGrow, NoRoomError):
+            raise
+        except BaseException:
+            self._is_crashed = True
+            raise
 
 
 # -- rates of links ----------------------------------------------------------------------------------------------------

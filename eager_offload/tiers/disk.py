@@ -15,8 +15,8 @@ import tempfile
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -28,6 +28,7 @@ from torch import Tensor
 from eager_offload.config import PathLike, size_text
 from eager_offload.errors import CapacityError, ConfigError, CorruptionError, OffloadError, lacks_descriptor, reentered
 from eager_offload.tiers.base import (
+    Cutter,
     LinkRates,
     MustGrow,
     Range,
@@ -40,7 +41,7 @@ from eager_offload.tiers.base import (
     Tier,
     pending,
 )
-from eager_offload.tiers.forking import FinalizerRecord, ForkSafeLock, tell_after_fork
+from eager_offload.tiers.forking import FinalizerRecord, tell_after_fork
 from eager_offload.tiers.limits import disk_budget, disk_headroom, file_size_limit, warn_of_guess
 from eager_offload.tiers.memory import PAGE, anonymous_slab, mapped_file, move_if_there, round_up, view_of
 from eager_offload.tiers.spill import SpillFile
@@ -107,7 +108,7 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(view_of(tensor.data_ptr(), tensor.numel()))
 
 
-class DiskTier(Tier):
+class DiskTier(Cutter, Tier):
     """Stores up to ``budget`` bytes in an unnamed file.
 
     The file grows on demand, and its disk space is freed when the tier is closed and the last slot is gone. The disk is
@@ -139,13 +140,11 @@ class DiskTier(Tier):
         verify: bool = False,
         file_type: type[SpillFile] = SpillFile,
     ) -> None:
+        super().__init__()
         self._path = None if path is None else Path(path)
         self._verify = verify
         self._file_type = file_type
         self._closed = False
-        self._lock = ForkSafeLock()
-        #: Held while the file grows or is opened: see [Note: growth] in ``pool.py``. Acquired before ``_lock``.
-        self._growth = ForkSafeLock()
         self._peak = self._written = 0
         self._is_crashed = False
         self.after_fork()
@@ -166,7 +165,6 @@ class DiskTier(Tier):
         self._returned: deque[FinalizerRecord[Slot]] = deque()
         #: Records of living slots: see [Note: finalizers] in ``forking.py``.
         self._records: set[FinalizerRecord[Slot]] = set()
-        #: Bytes requested by living slots.
         self._used = 0
         #: Sizes of writes that are not in ``_written`` yet.
         self._uncounted: deque[int] = deque()
@@ -229,17 +227,6 @@ class DiskTier(Tier):
         self._peak = max(self._peak, self._used)
         return slot
 
-    @contextmanager
-    def _crashing(self) -> Iterator[None]:
-        """Marks the tier as crashed after an exception other than ``MustGrow``, since ranges may then be lost."""
-        try:
-            yield
-        except MustGrow:
-            raise
-        except BaseException:
-            self._is_crashed = True
-            raise
-
     def warn(self, said: set[str]) -> None:
         if self._given is None:
             warn_of_guess()
@@ -274,11 +261,6 @@ class DiskTier(Tier):
         return Shortage(f"{limit.reason}, and some of it is always left to others", limit.remedy)
 
     @property
-    def used_bytes(self) -> int:
-        self.poll()
-        return self._used
-
-    @property
     def held_bytes(self) -> int:
         """Bytes of the file and of retired files."""
         self.poll()
@@ -307,12 +289,6 @@ class DiskTier(Tier):
     def direct_io(self) -> bool:
         """Whether transfers bypass the page cache."""
         return self._file is not None and self._file.memory_alignment is not None
-
-    def poll(self) -> None:
-        """Collects dead slots. After the last one, frees the bounce buffers."""
-        if not self._lock.is_held():  # see [Note: reentry] in forking.py
-            with self._lock.lock, self._crashing():
-                self._poll()
 
     def measure(self) -> LinkRates:
         """Measures the rates of single transfers through the tier. ``machine.disk_link`` caches the result.

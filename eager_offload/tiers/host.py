@@ -234,16 +234,12 @@ trim = Trim()
 
 def keeps_freed_memory() -> bool:
     """Returns whether the C library is glibc with its default settings, which keeps freed blocks in the process."""
-    if _is_released or trim.is_on or any(map(_changes_malloc, os.environ.items())):
+    if _is_released or trim.is_on or any(value for name, value in os.environ.items() if name.startswith("MALLOC_")):
+        return False
+    # Allocators to preload have "malloc" in their names (e.g. jemalloc).
+    if any("malloc" in os.environ.get(name, "").lower() for name in ("GLIBC_TUNABLES", "LD_PRELOAD")):
         return False
     try:
         return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
     except (AttributeError, ValueError, OSError):  # another C library or system
         return False
-
-
-def _changes_malloc(variable: tuple[str, str]) -> bool:
-    name, value = variable
-    if name in ("GLIBC_TUNABLES", "LD_PRELOAD"):
-        return "malloc" in value.lower()  # allocators to preload have "malloc" in their names (e.g. jemalloc)
-    return name.startswith("MALLOC_") and bool(value)

@@ -55,10 +55,7 @@ UNKNOWN = -1
 
 class Ledger:
     """The row of this process in the ledger of its node. Guarded by the lock of its owner (``HostBound``).
-
-    Args:
-        directory: a directory in memory that all processes of the node share.
-    """
+    ``directory``: a directory in memory that all processes of the node share."""
 
     def __init__(self, directory: Path = Path("/dev/shm")) -> None:
         self._directory = directory

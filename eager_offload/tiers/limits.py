@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 from eager_offload.config import size_literal, size_text
 from eager_offload.errors import SystemErrorsSuppressed, warn_once
-from eager_offload.tiers.base import Shortage
+from eager_offload.tiers.base import NoRoomError, Shortage
 from eager_offload.tiers.forking import ForkSafeLock, Living, tell_after_fork
 from eager_offload.tiers.ledger import UNKNOWN, Entry, Ledger
 
@@ -79,6 +79,9 @@ class System:
     """Returns a soft limit of this process (e.g. ``RLIMIT_AS``) in bytes; ``None`` for no limit."""
 
 
+THIS = System()
+
+
 @dataclass(frozen=True, slots=True)
 class Limit:
     kind: str
@@ -99,11 +102,6 @@ class Limit:
         """Bytes that are left for others: see [Note: reserve]."""
         return int(self.capacity * RESERVED_PART)
 
-    @property
-    def is_own(self) -> bool:
-        """Whether the limit binds this process alone."""
-        return self.kind == "rlimit"
-
 
 class Headroom(NamedTuple):
     limits: tuple[Limit, ...]
@@ -119,9 +117,8 @@ class Headroom(NamedTuple):
         return self.binding.room
 
 
-def host_headroom(system: System | None = None) -> Headroom:
+def host_headroom(system: System = THIS) -> Headroom:
     """Returns the current limits on the host memory of this process."""
-    system = System() if system is None else system
     meminfo = _kibibytes(_read(system.root / "proc/meminfo"))
     return _least(
         _available(meminfo),
@@ -137,9 +134,8 @@ def host_capacity() -> int:
     return min(limit.capacity for limit in host_headroom().limits)
 
 
-def pinning_limit(pinned: int, nbytes: int, system: System | None = None) -> Shortage:
+def pinning_limit(pinned: int, nbytes: int, system: System = THIS) -> Shortage:
     """Returns the likely reason why ``nbytes`` cannot be pinned in addition to ``pinned`` bytes."""
-    system = System() if system is None else system
     within = f'set host_budget="{size_literal(pinned)}"' if pinned else "set pin_memory=False"
     if "microsoft" in (_read(system.root / "proc/sys/kernel/osrelease") or "").lower():
         reason = "WSL2: Windows lets a process pin a small part of its memory"
@@ -158,9 +154,9 @@ def pinning_limit(pinned: int, nbytes: int, system: System | None = None) -> Sho
     return Shortage(reason, f"end other programs that pin memory, or {within}")
 
 
-def file_size_limit(system: System | None = None) -> int | None:
+def file_size_limit(system: System = THIS) -> int | None:
     """Returns the limit on the size of a file in bytes; ``None`` for no limit."""
-    return (System() if system is None else system).process_limit("RLIMIT_FSIZE")
+    return system.process_limit("RLIMIT_FSIZE")
 
 
 def host_part() -> int:
@@ -168,13 +164,12 @@ def host_part() -> int:
     return host_headroom().nbytes // ranks_here().number
 
 
-def disk_headroom(path: Path, system: System | None = None, *, length: int = 0) -> Headroom:
+def disk_headroom(path: Path, system: System = THIS, *, length: int = 0) -> Headroom:
     """Returns the limits on the growth of a file of ``length`` bytes in the directory ``path``.
 
     Raises:
         OSError: ``path`` cannot be read.
     """
-    system = System() if system is None else system
     ranks, usage = ranks_here(system.environ), shutil.disk_usage(path)
     reason = f"the disk of {path} has {size_text(usage.free)} free"
     if ranks.number > 1:
@@ -189,12 +184,12 @@ def disk_headroom(path: Path, system: System | None = None, *, length: int = 0) 
     return _least(*limits)
 
 
-def host_budget(system: System | None = None) -> int:
+def host_budget(system: System = THIS) -> int:
     """Returns ``HOST_FRACTION`` of the headroom, in bytes."""
     return int(host_headroom(system).nbytes * HOST_FRACTION)
 
 
-def disk_budget(path: Path, system: System | None = None) -> int:
+def disk_budget(path: Path, system: System = THIS) -> int:
     """Returns ``DISK_FRACTION`` of the free disk space of ``path``, within the file size limit, in bytes.
 
     Raises:
@@ -255,21 +250,16 @@ def _kibibytes(text: str | None) -> dict[str, int]:
 _NO_LIMIT = 1 << 62
 
 
-class _Group(NamedTuple):
-    directory: Path
-    version: int
-
-
 def _groups(system: System) -> Iterator[Limit]:
     """Yields the limits of the control groups, from the process's own group outwards."""
     membership = _read(system.root / "proc/self/cgroup")
     groups = () if membership is None else _groups_of(system.root, membership)
     found = [
-        (group.version, group.directory / name, _number(group.directory / name), used_name)
-        for group in groups
-        for name, used_name in _FILES[group.version]
+        (version, directory / name, _number(directory / name), used_name)
+        for version, directory in groups
+        for name, used_name in _FILES[version]
     ]
-    own = next((group.directory for group in groups if group.version == 1), None)
+    own = next((directory for version, directory in groups if version == 1), None)
     if own is not None:
         # The smallest limit of all groups around, even unmounted ones. Their usage is at least that of this group.
         least = _statistics(own).get("hierarchical_memory_limit", _NO_LIMIT)
@@ -309,50 +299,43 @@ def _read(file: Path) -> str | None:
 
 
 @lru_cache(maxsize=8)
-def _groups_of(root: Path, membership: str) -> tuple[_Group, ...]:
-    """Returns the visible memory groups in ``membership``, the text of ``/proc/self/cgroup``."""
-    groups: list[_Group] = []
-    mounts = list(_mounts(root))
+def _groups_of(root: Path, membership: str) -> tuple[tuple[int, Path], ...]:
+    """Returns versions and directories of visible memory groups in ``membership`` (``/proc/self/cgroup``)."""
+    groups: list[tuple[int, Path]] = []
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         version = 1 if "memory" in controllers.split(",") else 2
         if version == 2 and controllers:
             continue
-        for directory in _way_up(Path(path), [mount for mount in mounts if mount.version == version]):
-            groups.append(_Group(directory, version))
+        for directory in _way_up(Path(path), list(_mounts(root, version))):
+            groups.append((version, directory))
             # Without use_hierarchy (old kernels), limits of outer groups do not apply.
             if version == 1 and _number(directory.parent / "memory.use_hierarchy") == 0:
                 break
     return tuple(groups)
 
 
-class _Mount(NamedTuple):
-    version: int
-    #: The control group at the root of the mount.
-    group: Path
-    point: Path
-
-
-def _mounts(root: Path) -> Iterator[_Mount]:
+def _mounts(root: Path, version: int) -> Iterator[tuple[Path, Path]]:
+    """Yields the control group at the root of each mount of memory groups, and the mount point."""
     for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
         # "36 35 98:0 /group /mount\040point options [tags] - type source super,options"
         left, _, right = line.partition(" - ")
         kind, _, options = right.partition(" ")
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.rpartition(" ")[2].split(",")):
+        has_memory = kind == "cgroup2" or "memory" in options.rpartition(" ")[2].split(",")
+        if kind == ("cgroup2" if version == 2 else "cgroup") and has_memory:
             fields = left.split(" ")
             point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4])
-            yield _Mount(2 if kind == "cgroup2" else 1, Path(fields[3]), root / point.lstrip("/"))
+            yield Path(fields[3]), root / point.lstrip("/")
 
 
-def _way_up(group: Path, mounts: list[_Mount]) -> list[Path]:
-    for mount in mounts:
+def _way_up(group: Path, mounts: list[tuple[Path, Path]]) -> list[Path]:
+    for mounted, point in mounts:
         if ".." in group.parts:
             break  # the group is outside the process's cgroup namespace
-        inner = group.relative_to(mount.group) if group.is_relative_to(mount.group) else group.relative_to("/")
-        directory = mount.point / inner
+        directory = point / (group.relative_to(mounted) if group.is_relative_to(mounted) else group.relative_to("/"))
         if directory.is_dir():
-            return [directory, *[outer for outer in directory.parents if outer.is_relative_to(mount.point)]]
-    return [mount.point for mount in mounts[:1]]
+            return [directory, *[outer for outer in directory.parents if outer.is_relative_to(point)]]
+    return [point for _, point in mounts[:1]]
 
 
 #: By version: (limit, usage) pairs of files. Above `high` the kernel throttles processes but kills none; `memsw`
@@ -445,14 +428,6 @@ _LOOKS = 4
 _REFUSED = 256 << 20
 
 
-class NoRoomError(MemoryError):
-    """A request exceeds a budget or the reserve."""
-
-    def __init__(self, shortage: Shortage) -> None:
-        super().__init__(shortage.reason)
-        self.shortage = shortage
-
-
 T = TypeVar("T")
 
 
@@ -477,7 +452,7 @@ class _Node(NamedTuple):
 
     def bound_by(self, limit: Limit) -> list[Entry]:
         """Returns the entries of all processes that share ``limit``; the first is this process's."""
-        return [self.own] if limit.is_own else [self.own, *self.others]
+        return [self.own] if limit.kind == "rlimit" else [self.own, *self.others]
 
     def sharers(self, limit: Limit) -> int:
         """Returns the number of processes with automatic budgets, this one included."""
@@ -563,15 +538,14 @@ class HostBound:
         with self._lock.lock:
             self._takers.add(taker)
 
-    def admit(self, nbytes: int, taker: Taker | None = None, *, given: bool = True, counts: bool = True) -> None:
+    def admit(self, nbytes: int, taker: Taker | None = None, *, given: bool = True) -> None:
         """Admits a slab of ``nbytes`` bytes, which ``taker`` then takes from the system.
 
         Args:
             given: whether the slab is for a budget in bytes: then only the reserve refuses.
-            counts: as for ``refuse_again``.
 
         Raises:
-            NoRoomError: the slab is refused.
+            NoRoomError: the slab is refused, which does not count as a lack: a smaller request may follow.
         """
         with self._lock.lock:
             if taker is not None:
@@ -582,14 +556,14 @@ class HostBound:
                     taker.coming = nbytes
                 return
             if not given:
-                self.refuse_again(nbytes, counts=counts)
+                self.refuse_again(nbytes)
                 self._admitted = 0
-            shortage = self._look(partial(self._decide, nbytes, taker, given, counts))
+            shortage = self._look(partial(self._decide, nbytes, taker, given))
             if shortage is not None:
-                raise NoRoomError(shortage)
+                raise NoRoomError(shortage, nbytes)
 
     def _decide(
-        self, nbytes: int, taker: Taker | None, given: bool, counts: bool, limits: Sequence[Limit], node: _Node
+        self, nbytes: int, taker: Taker | None, given: bool, limits: Sequence[Limit], node: _Node
     ) -> Shortage | None:
         limit = min(limits, key=node.spare)
         left = node.spare(limit)
@@ -613,9 +587,6 @@ class HostBound:
             taker.coming = nbytes
         if not given and is_refused:
             self._refused, self._refused_bytes = (nbytes, shortage), 0
-            self._lacked += nbytes * counts
-            if self._need != UNKNOWN:
-                self._need = max(self._need, node.own.held + self._lacked)
         elif not given:
             most = max(node.own.held // _TRUSTED_OF_HELD, _TRUSTED_BYTES)
             self._admitted, self._refused = min((left - nbytes) // _TRUSTED, most), None
@@ -656,18 +627,20 @@ class HostBound:
         coming = sum(coming for coming, _ in pools)
         return Entry(sum(follow) + self._admitted, coming + self._admitted, self._need if follow else 0)
 
-    def refuse_again(self, nbytes: int, *, counts: bool = True) -> None:
-        """Raises ``NoRoomError`` if ``nbytes`` for an automatic budget would be refused without a look.
-
-        Args:
-            counts: whether a refusal counts as memory that the process lacks: not if a smaller request follows.
-        """
+    def refuse_again(self, nbytes: int) -> None:
+        """Raises ``NoRoomError`` if ``nbytes`` for an automatic budget would be refused without a look."""
         with self._lock.lock:
             refused = self._refused
             if refused is not None and nbytes >= refused[0] and self._refused_bytes < _REFUSED:
                 self._refused_bytes += nbytes
-                self._lacked += nbytes * counts
-                raise NoRoomError(refused[1])
+                raise NoRoomError(refused[1], nbytes)
+
+    def lack(self, nbytes: int) -> None:
+        """Counts refused bytes as memory that the process needs and lacks."""
+        with self._lock.lock:
+            self._lacked += nbytes
+            if self._need != UNKNOWN:
+                self._need = max(self._need, self._entry().held + self._lacked)
 
     def missing_bytes(self) -> int:
         """Looks when a forward begins, and returns the idle bytes to give back for other processes."""
@@ -701,7 +674,7 @@ class HostBound:
 
 def _name_of_group() -> str:
     """Returns the key of the ledger: the nearest control group with a limit, or "machine"."""
-    for limit in _groups(System()):
+    for limit in _groups(THIS):
         status = os.stat(Path(limit.where).parent)
         return f"{status.st_dev:x}-{status.st_ino:x}"
     return "machine"

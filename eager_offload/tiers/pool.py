@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast, overload
 
@@ -21,9 +22,21 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import HostAllocationUnderCaptureError, OffloadError, reentered
-from eager_offload.tiers.base import Fence, MustGrow, Range, Ranges, Shortage, Slab, Slot, SlotRecord, pending
-from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, FinalizerRecord, ForkSafeLock, Living, tell_after_fork
-from eager_offload.tiers.limits import HostBound, NoRoomError
+from eager_offload.tiers.base import (
+    Cutter,
+    Fence,
+    MustGrow,
+    NoRoomError,
+    Range,
+    Ranges,
+    Shortage,
+    Slab,
+    Slot,
+    SlotRecord,
+    pending,
+)
+from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, FinalizerRecord, Living, tell_after_fork
+from eager_offload.tiers.limits import HostBound
 from eager_offload.tiers.memory import PAGE, anonymous_slab, move, move_if_there, view_of
 
 #: A new slab for several requests is at most a 32nd of the memory held, so that the unused rest of the newest is small.
@@ -145,32 +158,28 @@ class HostSlot(Slot):
         return view_of(self.address, self.nbytes, self)
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Quota:
-    """The memory of one tier in a pool, in bytes, and its budget. Guarded by the pool's lock.
+    """The memory of one tier in a pool, in bytes, and its budget. Guarded by the pool's lock."""
 
-    Args:
-        budget: limit in bytes; ``None`` for an automatic budget (``HostBound``).
-        over: the shortage to report if the budget is used up.
-    """
+    #: Limit in bytes; ``None`` for an automatic budget (``HostBound``).
+    budget: int | None
+    #: The shortage to report if the budget is used up.
+    over: Shortage
+    #: The reason for the last refusal.
+    refusal: Shortage = field(init=False)
+    #: Whether a request was refused since ``HostTier`` last looked at the limits.
+    is_refused: bool = False
+    #: Highest ``used_bytes`` since ``restart_peak``.
+    peak_bytes: int = 0
+    #: The reason why ``HostBound`` would have refused memory that the budget in bytes allowed.
+    overdraft: Shortage | None = None
+    #: Bytes of living slots: requested, and rounded up to pages.
+    used_bytes: int = 0
+    held_bytes: int = 0
 
-    __slots__ = (
-        *("__weakref__", "budget", "held_bytes", "is_refused", "over", "overdraft", "peak_bytes", "refusal"),
-        "used_bytes",
-    )
-
-    def __init__(self, budget: int | None, over: Shortage) -> None:
-        self.budget = budget
-        self.over = over
-        #: The reason for the last refusal.
-        self.refusal = over
-        #: Whether a request was refused since ``HostTier`` last looked at the limits.
-        self.is_refused = False
-        #: Highest ``used_bytes`` since ``restart_peak``.
-        self.peak_bytes = 0
-        #: The reason why ``HostBound`` would have refused memory that the budget in bytes allowed.
-        self.overdraft: Shortage | None = None
-        #: Bytes of living slots: requested, and rounded up to pages.
-        self.used_bytes = self.held_bytes = 0
+    def __post_init__(self) -> None:
+        self.refusal = self.over
 
     def refuse(self, error: Exception) -> None:
         """Records that a request was refused, and why."""
@@ -191,7 +200,7 @@ _FULL = Shortage("all that the pool may hold is in use", "raise host_budget")
 _RESERVED_BYTES = 16 << 30
 
 
-class Pool:
+class Pool(Cutter):
     """Cuts slabs of host memory into slots and leases of exact sizes. Thread-safe.
 
     [Note: cutting slabs]
@@ -244,6 +253,7 @@ class Pool:
         on_freed: Callable[[], object] = lambda: None,
         on_first_use: Callable[[], object] = lambda: None,
     ) -> None:
+        super().__init__()
         self._allocate_slab = allocate_slab
         self._sizes = ExactSizes(slab_bytes) if sizes is None else sizes
         self._idle_bytes = idle_bytes
@@ -255,10 +265,6 @@ class Pool:
         self.kind: Hashable = None
         #: Whether all tiers have unregistered, so that no idle memory is kept.
         self.is_closed = False
-        #: Guards all counts and ranges, and the quotas.
-        self._lock = ForkSafeLock()
-        #: Held while a slab is allocated: see [Note: growth]. Acquired before ``_lock``.
-        self._growth = ForkSafeLock()
         self._reset()
         if bound is not None:
             bound.join(self)
@@ -414,6 +420,7 @@ class Pool:
                     or not isinstance(error, MemoryError | RuntimeError)
                 ):
                     raise
+                self._count_lack(error)
                 quota.refuse(error)
                 return None
 
@@ -434,36 +441,44 @@ class Pool:
                 return take()
             except MustGrow as slab:
                 wanted, least = slab.args
-            try:
+            with self._growing():
                 return take(memory=self._new_memory(wanted, least, quota))
-            finally:
-                self._told()
 
     def _new_memory(self, wanted: int, least: int, quota: Quota | None) -> Tensor:
         for size in dict.fromkeys((wanted, least)):  # a smaller slab is cheaper than pinning idle memory again
-            try:
-                return self._admitted(size, quota, counts=False)  # the last request counts
-            except (MemoryError, RuntimeError):
-                continue
+            with suppress(MemoryError, RuntimeError):
+                return self._admitted(size, quota)
         self.release_idle()
         return self._admitted(least, quota)
 
-    def _admitted(self, nbytes: int, quota: Quota | None, *, counts: bool = True) -> Tensor:
+    def _admitted(self, nbytes: int, quota: Quota | None) -> Tensor:
         if self.bound is not None:
             given = quota is not None and quota.budget is not None
             try:
-                self.bound.admit(nbytes, self, given=given, counts=counts)
+                self.bound.admit(nbytes, self, given=given)
             except NoRoomError as error:
                 if quota is None or not given:
                     raise
                 quota.overdraft = error.shortage
         return self._allocate_slab(nbytes)
 
-    def _told(self) -> None:
+    @contextmanager
+    def _growing(self) -> Iterator[None]:
         """Tells the bound that the allocation of a slab has ended, with or without a slab."""
-        self.coming = 0
-        if self.bound is not None:
-            self.bound.update()
+        try:
+            yield
+        except NoRoomError as error:
+            self._count_lack(error)
+            raise
+        finally:
+            self.coming = 0
+            if self.bound is not None:
+                self.bound.update()
+
+    def _count_lack(self, error: BaseException) -> None:
+        """Counts the bytes that the bound has refused, if it has, now that no smaller request follows."""
+        if self.bound is not None and isinstance(error, NoRoomError) and error.lacked:
+            self.bound.lack(error.lacked)
 
     @property
     def bytes_by_machine(self) -> int | None:
@@ -484,34 +499,25 @@ class Pool:
         """
         if self._lock.is_held() or self._growth.is_held():
             raise reentered()
-        with self._growth.lock:
-            try:
-                while True:
-                    with self._lock.lock, self._crashing():
-                        self._poll()
-                        missing, limit = nbytes - (self._held - self._used + quota.used_bytes), self._limit()
-                        if missing <= 0:
-                            return
-                        if limit is not None and self._held + missing > limit:
-                            raise NoRoomError(quota.over)
-                        size = self._sizes.within(PAGE, min(missing + -missing % PAGE, _RESERVED_BYTES))
-                    memory = self._admitted(size, quota)
-                    with self._lock.lock, self._crashing():
-                        self._idle_bytes = max(self._idle_bytes, nbytes)
-                        self._add(memory)
-            finally:
-                self._told()
+        with self._growth.lock, self._growing():
+            while True:
+                with self._lock.lock, self._crashing():
+                    self._poll()
+                    missing, limit = nbytes - (self._held - self._used + quota.used_bytes), self._limit()
+                    if missing <= 0:
+                        return
+                    if limit is not None and self._held + missing > limit:
+                        raise NoRoomError(quota.over)
+                    size = self._sizes.within(PAGE, min(missing + -missing % PAGE, _RESERVED_BYTES))
+                memory = self._admitted(size, quota)
+                with self._lock.lock, self._crashing():
+                    self._idle_bytes = max(self._idle_bytes, nbytes)
+                    self._add(memory)
 
     def restart_peak(self, quota: Quota) -> None:
         self.poll()
         with self._lock.lock:
             quota.peak_bytes = quota.used_bytes
-
-    def poll(self) -> None:
-        """Collects dead slots and frees idle memory beyond ``idle_bytes``."""
-        if not self._lock.is_held():  # reentrant calls leave this to a later one; see [Note: reentry] in forking.py
-            with self._lock.lock, self._crashing():
-                self._poll()
 
     def rest(self) -> None:
         """Retires all slabs until the next lease: see [Note: retired slabs]. For pools of leases only."""
@@ -534,12 +540,6 @@ class Pool:
             self.least_idle = self._idle_now
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes requested by living slots and leases."""
-        self.poll()
-        return self._used
-
-    @property
     def held_bytes(self) -> int:
         """Bytes of all slabs."""
         self.poll()
@@ -552,16 +552,6 @@ class Pool:
         return self._idle_now
 
     # -- inside the lock ------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _crashing(self) -> Iterator[None]:
-        try:
-            yield
-        except (MustGrow, NoRoomError):
-            raise
-        except BaseException:
-            self._is_crashed = True
-            raise
 
     def _add(self, memory: Tensor) -> None:
         slab = HostSlab(memory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import secrets
@@ -167,10 +166,7 @@ class SpillFile:
 
     def grow(self, need: int, limit: int) -> int:
         """Extends the file by ``need`` to ``limit`` bytes, which takes a while. The caller then updates the slab.
-
-        Returns:
-            The growth in bytes; 0 if the disk has no room.
-        """
+        Returns the growth in bytes; 0 if the disk has no room."""
         # Check the room first: a failing allocation would fill the disk for a moment, and other programs would fail.
         most, length = min(self.room(), limit), self.slab.nbytes
         for step in dict.fromkeys((max(_GROWTH, need), limit // PAGE * PAGE, need)):
@@ -254,7 +250,7 @@ class SpillFile:
         return moved
 
     def _fully(self, move_some: _Move, memory: memoryview, offset: int) -> None:
-        done = in_vain = 0
+        done = idle_calls = 0
         while done < len(memory):
             try:
                 moved = move_some(memory[done:], offset + done)
@@ -265,11 +261,11 @@ class SpillFile:
                 # Direct I/O continues at a whole page; the rest of the last one is moved again.
                 done = done // PAGE * PAGE
             if done > before:
-                in_vain = 0
-            elif in_vain == _PATIENCE:
+                idle_calls = 0
+            elif idle_calls == _PATIENCE:
                 raise OSError(errno.EIO, "the call moves no bytes, however often it is repeated")
             else:
-                in_vain += 1
+                idle_calls += 1
 
     def failed(self, what: str, nbytes: int, error: OSError | MemoryError) -> TransferError:
         """Returns the error for a transfer of ``nbytes`` bytes that failed with ``error``."""
@@ -379,7 +375,7 @@ def _open_unnamed(directory: Path) -> int:
     """Creates a file of mode 0600 that has no name, and returns its descriptor."""
     if hasattr(os, "O_TMPFILE"):
         # The filesystem may not support unnamed files. Any other error occurs again below.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     # Choose the name before the file exists, so that it is removed even after an interrupt.
     name, descriptor = directory / f".eager_offload-{secrets.token_hex(16)}", -1
@@ -387,7 +383,7 @@ def _open_unnamed(directory: Path) -> int:
         try:
             descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         finally:
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 os.unlink(name)
     except BaseException:
         if descriptor >= 0:

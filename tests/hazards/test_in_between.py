@@ -199,10 +199,10 @@ def test_h18_a_slot_knows_of_an_interrupted_copy_and_of_all_uses_before_it(enque
     slot.write(torch.zeros(4096, dtype=torch.uint8))
     runtime.advance(outward, 1.0)
     earlier = Fence(runtime, runtime.record(outward))
-    slot.fences = (earlier,)
+    slot.record.fences = (earlier,)
     with pytest.raises(KeyboardInterrupt):
         offloader.reload(slot, Layout(4096), runtime.current_stream(cpu), "reload")
-    assert earlier in slot.fences
-    assert len(slot.fences) == 2, "its next owner has to wait for the copy, too"
+    assert earlier in slot.record.fences
+    assert len(slot.record.fences) == 2, "its next owner has to wait for the copy, too"
     runtime.synchronize_all()
     assert runtime.faults == []

@@ -15,18 +15,7 @@ import eager_offload as eo
 from eager_offload.observe.timeline import SliceKind
 from eager_offload.observe.trace import read_trace
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend
-from tests.observe.steps import (
-    DEPTH,
-    FIELDS,
-    NBYTES,
-    SAVED,
-    Net,
-    assert_sound,
-    of,
-    step,
-    traced,
-    traced_step,
-)
+from tests.observe.steps import DEPTH, FIELDS, NBYTES, SAVED, Net, assert_sound, of, step, traced, traced_step
 from tests.threads import collect
 
 pytestmark = pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
@@ -86,12 +75,7 @@ def test_times_and_stalls_are_those_of_the_simulated_device(path: Path, net: Net
 
 @pytest.mark.parametrize(
     ("reason", "fields"),
-    [
-        ("region", {}),
-        ("newest", {"keep_last_bytes": 1 << 30}),
-        ("budget", {"disk_budget": 1}),
-        ("failed", {}),
-    ],
+    [("region", {}), ("newest", {"keep_last_bytes": 1 << 30}), ("budget", {"disk_budget": 1}), ("failed", {})],
 )
 @pytest.mark.filterwarnings(
     "ignore:.*(no room for|offloading failed)", "ignore:eager_offload. nothing moved:RuntimeWarning"

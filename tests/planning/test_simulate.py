@@ -195,9 +195,9 @@ def test_inputs_of_checkpointed_blocks_leave_in_the_least_windows() -> None:
     problem = card_plan(checkpointed, machine, row).problem
     least = least_windows(problem.timeline)
     assert least is not None
-    assert len(least.in_vain) == 1  # the logits
+    assert len(least.exempt) == 1  # the logits
     replay = StepSimulator(problem)
-    moves = tuple(number not in least.in_vain for number in range(len(problem.program.storages)))
+    moves = tuple(number not in least.exempt for number in range(len(problem.program.storages)))
     large, small = replay.part(1.0), replay.run(moves, replace(problem, window=least.window, ahead=least.ahead))
     assert large.peak_bytes > 13.2 * GIB
     assert small.peak_bytes <= 12.3 * GIB

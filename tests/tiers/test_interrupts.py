@@ -52,7 +52,7 @@ def steps(tier: Tier, verdicts: Verdicts) -> None:
     first = [tier.reserve(nbytes) for nbytes in (8192, 100, 8192, 70_000, 700_000, 2 * MIB)]
     for name, slot in enumerate(first):
         assert slot is not None
-        slot.fences += (verdicts.fence(name),)
+        slot.record.fences += (verdicts.fence(name),)
     del slot, first[::2]
     verdicts.over.update(range(4))
     second = [tier.reserve(nbytes) for nbytes in (8192, 5000, 12_000, 3 * MIB, 66 * MIB)]
@@ -65,7 +65,7 @@ def with_a_use_that_goes_on(kind: str, directory: Path) -> tuple[Made, Verdicts,
     """A tier, and the room of a slot that has gone while it was read."""
     made, verdicts = Made(kind, directory), Verdicts()
     slot = reserve(made.tier, 8192)
-    slot.fences += (verdicts.fence("reload"),)
+    slot.record.fences += (verdicts.fence("reload"),)
     made.files.clear()  # which only slots keep
     Watched.opened.clear()
     return made, verdicts, weakref.ref(slot.slab.tensor if kind == "host" else slot._file)
@@ -108,7 +108,7 @@ def test_h10_what_a_crashed_tier_gave_counts_and_its_room_goes_with_it(kind: str
     made, verdicts = Made(kind, directory, MIB, one_slab=True), Verdicts()
     tier = made.tier
     before = [stored(tier, noise(MIB // 8, seed)) for seed in range(3)]
-    stored(tier, noise(MIB // 2)).fences += (verdicts.fence("reload"),)
+    stored(tier, noise(MIB // 2)).record.fences += (verdicts.fence("reload"),)
     verdicts.meanwhile = Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         tier.reserve(MIB // 2 + PAGE)

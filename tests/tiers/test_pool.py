@@ -39,10 +39,10 @@ def test_h18_any_sequence_of_slots_shares_no_byte_and_loses_no_use_and_no_room(k
             if what == "drop" and live:
                 slot = live.pop(data.draw(st.integers(0, len(live) - 1), "which"))
                 for _ in range(data.draw(st.integers(0, 2), "uses")):
-                    slot.fences += (verdicts.fence(events),)
+                    slot.record.fences += (verdicts.fence(events),)
                     events += 1
                 for page in pages_of(slot):
-                    uses[page] = set(slot.fences)
+                    uses[page] = set(slot.record.fences)
                 del slot
             elif what == "pass" and events:
                 verdicts.over.add(data.draw(st.integers(0, events - 1), "event"))
@@ -57,9 +57,9 @@ def test_h18_any_sequence_of_slots_shares_no_byte_and_loses_no_use_and_no_room(k
                     assert len(mine) == pages
                     assert all(uses[page] is not None for page in mine), "handed out twice"
                     going_on = {fence for page in mine for fence in uses[page] or () if not fence.passed()}
-                    assert going_on <= set(slot.fences)
-                    assert len(set(slot.fences)) == len(slot.fences)
-                    assert sum(fence.passed() for fence in slot.fences) <= 1, "what is over does not add up"
+                    assert going_on <= set(slot.record.fences)
+                    assert len(set(slot.record.fences)) == len(slot.record.fences)
+                    assert sum(fence.passed() for fence in slot.record.fences) <= 1, "what is over does not add up"
                     for page in mine:
                         uses[page] = None
                     live.append(slot)
@@ -68,7 +68,7 @@ def test_h18_any_sequence_of_slots_shares_no_byte_and_loses_no_use_and_no_room(k
             assert tier.held_bytes == MIB
         live.clear()
         verdicts.over.update(range(events))
-        assert not [fence for fence in reserve(tier, MIB).fences if not fence.passed()]
+        assert not [fence for fence in reserve(tier, MIB).record.fences if not fence.passed()]
 
     search(check, st.data(), fixed=150 if kind == "host" else 30)  # a real file each
 
@@ -86,13 +86,13 @@ def test_h18_memory_does_not_go_back_before_its_last_use_is_over(system: System)
     for nbytes in (MIB, 8192):
         verdicts.over.clear()
         slot = pool.allocate(nbytes)
-        slot.fences += (verdicts.fence("reload"),)
+        slot.record.fences += (verdicts.fence("reload"),)
         del slot
         for _ in range(2):
             pool.poll()
             assert pool.used_bytes == 0
             assert len(system.alive) == 1, "a device may still read it"
-            assert pool.allocate(nbytes).fences == (verdicts.fence("reload"),)
+            assert pool.allocate(nbytes).record.fences == (verdicts.fence("reload"),)
         verdicts.over.add("reload")
         pool.poll()
         assert len(system.alive) == 0

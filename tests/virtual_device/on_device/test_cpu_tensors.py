@@ -90,7 +90,7 @@ def test_h51_neither_waits_for_what_the_other_did_with_a_slot(
     def used_elsewhere(slot: DiskSlot, *arguments: Any, **named: Any) -> None:
         """By a runtime whose events are not over yet, as far as anybody can see."""
         made(slot, *arguments, **named)
-        slot.fences = (*slot.fences, Fence(elsewhere, object()))
+        slot.record.fences = (*slot.record.fences, Fence(elsewhere, object()))
         used.append(slot.nbytes)
 
     monkeypatch.setattr(DiskSlot, "__init__", used_elsewhere)
