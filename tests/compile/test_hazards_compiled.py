@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad
@@ -334,15 +333,6 @@ def test_h45_effects_happen_in_order_and_once(backend: str) -> None:
     assert first[0] != second[0]
 
 
-def test_h45_sparse_values_are_left_to_eager_code() -> None:
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        rows = torch.tensor([[0, 1, 2], [1, 2, 3]])
-        values = torch.sparse_coo_tensor(rows, (x @ w).sin()[0, :3], (8, 8))
-        return torch.sparse.mm(values, w.cos()).exp()
-
-    compare(step_of(function), "aot_eager", regions=0, as_eager=False)
-
-
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
 def test_h45_a_reentrant_checkpoint_around_a_compiled_block(inside: bool) -> None:
     """What it saves itself is its input; its recomputation is seen where backward runs inside."""
@@ -360,18 +350,6 @@ def test_h45_a_reentrant_checkpoint_around_a_compiled_block(inside: bool) -> Non
     stats = compare(step, "aot_eager", moves=inside)
     assert stats.bytes_out > 0
     assert stats.kept_bytes["parameter"] > 0
-
-
-def test_h45_the_state_that_a_recomputed_attention_drew_from_stays() -> None:
-    def segment(x: Tensor, weight: Tensor) -> Tensor:
-        heads = (x @ weight).view(2, 4, 1, 8).transpose(1, 2)
-        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2).reshape(8, 8).exp()
-
-    def function(x: Tensor, weight: Tensor) -> Tensor:
-        return checkpoint(segment, (x @ weight).sin(), weight, use_reentrant=False).sigmoid()
-
-    stats = compare(step_of(function), "aot_eager")
-    assert stats.kept_bytes["device"] >= 2 * torch.get_rng_state().numel()
 
 
 def test_h45_a_graph_that_moves_nothing_says_what_it_keeps() -> None:
