@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch._inductor import config
 from torch.autograd.graph import saved_tensors_hooks
 
 import eager_offload as eo
-from eager_offload import torch_private
 from eager_offload.compile import order
 from eager_offload.compile.order import OrderTransfers
 
@@ -52,16 +50,6 @@ def test_what_is_there_for_contexts_goes_with_the_last_of_them(tmp_path: Path) -
         assert patched_for_contexts() == before
     for each in (one, other):
         each.close()
-
-
-def test_what_an_interrupt_has_left_there_is_not_put_around_itself() -> None:
-    place, made = SimpleNamespace(it=min), list[object]()
-    patch = torch_private.Patch(place, "it", lambda theirs: made.append(theirs) or max)
-    for _ in range(2):
-        patch.put_on()  # and again, where it was not taken off
-    assert (place.it, made) == (max, [min])
-    patch.take_off()
-    assert place.it is min
 
 
 def test_options_of_inductor_go_back_when_the_last_offload_is_closed(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import eager_offload as eo
-from tests.compile.compiled import compare, step_of
+from tests.compile.compiled import BOTH, compare, step_of
 from tests.compile.split import PARTITIONERS, assert_moves_exactly, config_of, moving, reasons, split
 from tests.programs import leaf
 
@@ -148,8 +149,10 @@ def test_without_a_gradient_marks_and_regions_do_nothing() -> None:
     offload.close()
 
 
-MUST = {"recompute": CheckpointPolicy.MUST_CPU_OFFLOAD}
-PREFER = {"recompute": CheckpointPolicy.PREFER_CPU_OFFLOAD}
+# -- selective checkpointing that is to send values to the CPU --------------------------------------------------------
+
+POLICIES = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+MUST, PREFER = ({"recompute": policy} for policy in POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -169,3 +172,32 @@ def test_notes_on_nodes_and_checkpoint_policies_are_marks(
     for node in one.forward.graph.nodes:
         node.meta.update(notes.get(node.name, {}))
     assert moving(one.choose(config_of(**fields))) == moves
+
+
+def contexts(policy: CheckpointPolicy) -> Callable[..., Any]:
+    """Contexts in which what products make has ``policy``."""
+
+    def decide(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return policy if operator is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return partial(create_selective_checkpoint_contexts, decide)
+
+
+class Block(nn.Module):
+    def __init__(self, policy: CheckpointPolicy) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Linear(SIZE, SIZE))
+        self.contexts = contexts(policy)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False, context_fn=self.contexts)
+
+
+@BOTH
+@pytest.mark.parametrize("policy", POLICIES)
+def test_values_of_a_compiled_checkpoint_move_by_its_policy(backend: str, policy: CheckpointPolicy) -> None:
+    step = step_of(Block(policy), leaf(SIZE, SIZE), fullgraph=True)
+    stats = compare(step, backend, as_eager=False, keep_last_bytes="1MiB")
+    assert stats.bytes_out >= 2 * SIZE * SIZE * 4, "what both products make"
+    assert not stats.kept_bytes.get("alive")

@@ -1,4 +1,7 @@
-"""The three operations by themselves: on both tiers, waited for or not, and as torch's own checker sees them."""
+"""The three operations by themselves: on a disk and on a simulated device, waited for or not, and as torch sees them.
+
+Tensors move as in a compiled graph, whose compiler uses memory again as soon as it may.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,32 +20,36 @@ from torch.library import opcheck
 import eager_offload as eo
 from eager_offload import contexts
 from eager_offload.compile import ops
-from eager_offload.engine.offloader import Census
+from eager_offload.runtime.base import Layout, Stream
 from eager_offload.tiers.base import MustGrow, Slot
-from tests.hazards.backends import DiskBackend, assert_balanced, open_when_the_host_waits
+from tests.compile.sanitizer import CHANGED, OTHER
+from tests.hazards.backends import (
+    Backend,
+    DiskBackend,
+    SimulatedBackend,
+    assert_balanced,
+    offloader_of,
+    open_when_the_host_waits,
+)
+from tests.simulation.simulated import SimulatedRuntime
 from tests.threads import collect, on_a_thread
 from tests.tiers.files import Watched
 
 CPU = torch.device("cpu")
-NOTHING = Census(*[0] * len(Census._fields))
 
 
-@pytest.fixture(params=["disk", "host"])
-def offload(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[eo.Offload]:
+@pytest.fixture
+def offload(backend: Backend) -> Iterator[eo.Offload]:
     """One that is active; afterwards it holds nothing."""
-    fields = {"disk_path": tmp_path} if request.param == "disk" else {}
-    one = eo.Offload(min_bytes=0, tier=request.param, **fields)
-    with one:
+    with backend.offload() as one:
         yield one
     collect()
-    assert census(one) == NOTHING
-    one.close()
+    assert_holds_nothing(one)
 
 
-def census(one: eo.Offload) -> Census:
+def assert_holds_nothing(one: eo.Offload) -> None:
     one.stats(synchronize=True)
-    lane = one._offloaders.of(CPU)
-    return lane.census()
+    assert not any(number for offloader in one._offloaders.all() for number in offloader.census())
 
 
 def moved(source: Tensor, text: str, wait: bool) -> Tensor:
@@ -90,9 +97,11 @@ def test_what_comes_back_is_what_left(layout: Callable[[Tensor], Tensor], wait: 
     assert found.stride() == host.stride() == source.stride()
     if source.numel():
         assert source.is_conj() or source.is_neg() or found.data_ptr() % 64 == phase
+        found.clone().zero_() if layout is LAYOUTS["broadcast"] else found.zero_()  # it belongs to the caller
+        assert torch.equal(back(host, wait), expected), "each reload is memory of its own"
         stats = offload.stats(synchronize=True)
-        assert stats.bytes_out == stats.bytes_in > 0
-        assert stats.offloaded_bytes == stats.reloaded_bytes == source.nbytes
+        assert 2 * stats.bytes_out == stats.bytes_in > 0
+        assert stats.offloaded_bytes == stats.reloaded_bytes == source.nbytes, "counted once for each save"
 
 
 def test_a_view_of_a_host_tensor_brings_back_a_view_of_the_whole(offload: eo.Offload) -> None:
@@ -111,17 +120,11 @@ def test_a_copy_of_a_host_tensor_holds_the_bytes_itself(offload: eo.Offload) -> 
         assert torch.equal(back(copy, wait), source)
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["none was started", "it was waited for"])
-def test_a_wait_without_a_transfer_says_what_to_pair(again: bool, offload: eo.Offload) -> None:
-    tensor = torch.randn(4, 4)
-    if again:
-        tensor = ops.offload(tensor, config=offload.config_key)
-    with pytest.raises(eo.OffloadError, match=r"without a pending transfer.*offload.*reload.*wait=False"):
-        ops.wait_tensor(tensor)
-
-
-def test_a_reload_before_the_wait_for_its_offload_says_so(offload: eo.Offload) -> None:
+def test_operations_in_another_order_are_errors_that_say_what_to_pair(offload: eo.Offload) -> None:
     source = torch.randn(4, 4)
+    for waited_for in (source, ops.offload(source, config=offload.config_key)):
+        with pytest.raises(eo.OffloadError, match=r"without a pending transfer.*offload.*reload.*wait=False"):
+            ops.wait_tensor(waited_for)
     host = ops.offload(source, config=offload.config_key, wait=False)
     with pytest.raises(eo.OffloadError, match="before the offload was waited for"):
         ops.reload(host, CPU)
@@ -242,7 +245,7 @@ def test_without_room_anywhere_an_error_says_so_and_the_next_call_goes_on(wait: 
         assert torch.equal(ops.reload(host, CPU), source[:64])
         del host
         collect()
-    assert census(one) == NOTHING
+    assert_holds_nothing(one)
 
 
 @contextmanager
@@ -280,11 +283,91 @@ def test_bytes_that_cannot_leave_are_copied(
     assert stats.fallbacks == {{"budget": "budget", "failed": "write_failed"}[reason]: 1}
 
 
+# -- in the order of a device -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refusals", [1, 2])
+def test_a_reload_without_room_is_tried_again_when_nothing_is_on_its_way(
+    refusals: int, backend: Backend, offload: eo.Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, other = torch.randn(24, 32), torch.randn(24, 32)
+    host, leaving = moved(x, offload.config_key, True), ops.offload(other, config=offload.config_key, wait=False)
+    allocate, refused = backend.runtime.allocate, list[int]()
+
+    def full(layout: Layout, device: torch.device, stream: Stream) -> Tensor:
+        refused.append(offloader_of(offload).inflight_bytes)
+        if len(refused) <= refusals:
+            raise torch.OutOfMemoryError("no room, on purpose")
+        return allocate(layout, device, stream)
+
+    monkeypatch.setattr(backend.runtime, "allocate", full)
+    with pytest.raises(torch.OutOfMemoryError) if refusals == 2 else nullcontext():
+        assert torch.equal(back(host, True), x)
+    assert refused[1] == 0, "what was on its way out has left"
+    ops.wait_tensor(leaving, other)
+    assert torch.equal(back(host, True), x), "the next one finds room"
+    assert not offload.stats(synchronize=True).is_approximate
+
+
+def test_a_slot_is_not_free_while_a_write_goes_on_that_a_stream_alone_waits_for() -> None:
+    """Other devices have slots in the same memory, and streams of their own that know nothing of this one's order."""
+    with closing(eo.Offload(runtime=SimulatedRuntime(out_bandwidth=1e4), tier="host")) as offload, offload:
+        x = torch.randn(24, 32)
+        host = moved(x, offload.config_key, False)
+        sent = ops.bytes_of(host)
+        assert sent is not None
+        assert sent.slot is not None
+        assert any(not fence.passed() for fence in sent.slot.fences)
+        assert torch.equal(back(host, True), x)
+        del sent, host
+    assert offload.stats(synchronize=True).bytes_out == x.nbytes
+
+
+@pytest.mark.parametrize("lost", ["offload", "reload"])
+def test_ends_of_a_transfer_that_is_not_waited_for_outlive_it(lost: str, backend: Backend, offload: eo.Offload) -> None:
+    x = torch.randn(24, 32) * 3
+    host, nbytes = ops.offload(x, config=offload.config_key, wait=lost == "reload"), x.nbytes
+    if lost == "reload":
+        ops.reload(host, CPU, wait=False)
+    del x, host
+    collect()
+    if isinstance(backend, SimulatedBackend):  # where nothing is carried out before the host waits for it
+        used = offloader_of(offload).census().used_bytes
+        assert used == nbytes, "what is written or read is not free to be used again"
+    (torch.randn(24, 32) * 3).zero_()  # what is freed too early is written here
+    offload.stats(synchronize=True)
+    assert offloader_of(offload).census().in_flight == 0
+
+
+# -- the sanitizer, which every test of compiled code runs under ------------------------------------------------------
+
+
+def written_over(x: Tensor) -> Tensor:
+    x[3] = 7
+    return x
+
+
+@pytest.mark.parametrize(("kept", "found"), [(written_over, CHANGED), (Tensor.clone, OTHER)])
+def test_h35_what_is_wrong_with_a_source_is_reported_at_its_wait(
+    kept: Callable[[Tensor], Tensor], found: str, disk: DiskBackend, violations: list[str]
+) -> None:
+    x = torch.arange(64.0)
+    with disk.offload() as offload:
+        host = ops.offload(x, config=offload.config_key, wait=False)
+        ops.wait_tensor(host, kept(x))
+    assert violations == [found]
+    violations.clear()
+
+
+# -- as torch sees them -----------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("source", [torch.randn(4, 6), torch.randn(4, 6).t(), torch.randn(3), torch.empty(0, 2)])
-def test_torch_finds_no_fault_with_offload_and_reload(source: Tensor, offload: eo.Offload) -> None:
-    opcheck(ops.offload, (source,), {"config": offload.config_key})
-    opcheck(ops.reload, (ops.offload(source, config=offload.config_key), CPU))
-    opcheck(ops.reload, (source, CPU))
+def test_torch_finds_no_fault_with_offload_and_reload(source: Tensor, disk: DiskBackend) -> None:
+    with disk.offload() as offload:
+        opcheck(ops.offload, (source,), {"config": offload.config_key})
+        opcheck(ops.reload, (ops.offload(source, config=offload.config_key), CPU))
+        opcheck(ops.reload, (source, CPU))
 
 
 @pytest.mark.parametrize(

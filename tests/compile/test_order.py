@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +15,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from eager_offload.compile import ops
+from benchmarks.models import Shape, Stack
+from eager_offload.compile import insert_synchronous, ops
+from eager_offload.compile.decide import roofline
 from eager_offload.compile.graphs import nbytes_of, storage_of
 from eager_offload.compile.insert import insert_asynchronous
 from eager_offload.compile.order import pin, prefetch, sink_waits
+from eager_offload.planning.machine import Machine
 from tests.compile.happens_before import (
     CONFIG,
     CPU,
@@ -28,6 +33,7 @@ from tests.compile.happens_before import (
     run,
     wait_of,
 )
+from tests.compile.split import Split, config_of, split
 from tests.sampling import search
 
 #: Bytes of every value of the chain, and what goes through it.
@@ -63,6 +69,13 @@ def test_a_reload_starts_when_the_operators_before_its_use_take_as_long_as_it_do
     assert _seconds_between(soon, wait_of(soon)) == 2
     assert _seconds_between(late, wait_of(late)) == 2
     assert torch.equal(run(ready, X, X + 1, X).results[0], run(graph, X, X + 1, X).results[0])
+    ready = prefetch(graph, 0, 1.0, one_second)
+    wait = wait_of(of_kind(ready, ops.reload)[1])
+    assert wait.next.target is torch.ops.aten.view.default, "a view of what comes back is no use of it"
+    assert wait.next.next.target is not torch.ops.aten.view.default
+    ran = run(ready, X, X + 1, X)
+    assert ran.violations == []
+    assert ran.stats.bytes_in == 2 * NBYTES
 
 
 def _seconds_between(first: Node, last: Node) -> float:
@@ -71,18 +84,6 @@ def _seconds_between(first: Node, last: Node) -> float:
         seconds += one_second(node)
         node = node.next
     return seconds
-
-
-def test_a_view_of_what_comes_back_is_no_use_of_it() -> None:
-    graph = asynchronous(backward, X, X + 1, X + 2)
-    assert of_kind(graph, torch.ops.aten.view.default)[0].prev.target is ops.wait_tensor
-    ready = prefetch(graph, 0, 1.0, one_second)
-    wait = wait_of(of_kind(ready, ops.reload)[1])
-    assert wait.next.target is torch.ops.aten.view.default
-    assert wait.next.next.target is not torch.ops.aten.view.default
-    ran = run(ready, X, X + 1, X)
-    assert ran.violations == []
-    assert ran.stats.bytes_in == 2 * NBYTES
 
 
 @pytest.mark.parametrize("comes_first", [False, True])
@@ -245,3 +246,51 @@ def check_bits(program: Program, cap: int, window: int, bandwidth: float) -> Non
         assert torch.equal(ran.results[0], wanted.results[0])
         assert ran.stats.bytes_out == wanted.stats.bytes_out > 0
         assert ran.stats.bytes_in == wanted.stats.bytes_in
+
+
+# -- cost -------------------------------------------------------------------------------------------------------------
+
+
+def with_all_passes(halves: Split) -> tuple[Graph, Graph]:
+    """Returns both graphs of a step after all passes; what they are given stays as it is."""
+    config = config_of(tier="host")
+    choice = halves.choose(config)
+    room = 8 * max(group.nbytes for group in choice.groups)
+    given = halves.forward.graph, halves.backward.graph, halves.num_outputs
+    forward, backward = map(insert_asynchronous, insert_synchronous(*given, choice, config))
+    backward = prefetch(backward, room, 1e9, roofline(Machine("slow", 1e9, 1e9, 1e9)))
+    return pin(sink_waits(forward, room)), pin(backward)
+
+
+def calls_a_node(halves: Split) -> float:
+    """Counts the functions, of Python and of C, that the passes call for each node of both graphs."""
+    found: Counter[str] = Counter()
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: found.update([event]))
+    try:
+        with_all_passes(halves)
+    finally:
+        sys.setprofile(before)
+    return (found["call"] + found["c_call"]) / sum(len(one.graph.nodes) for one in (halves.forward, halves.backward))
+
+
+def most_pins(graph: Graph) -> int:
+    """Returns the most neighbours that one transfer, or one wait, of ``graph`` is pinned to."""
+    pins: Counter[Node] = Counter()
+    ends: dict[Node, Node] = {}  # who a tensor stands for: the transfer, and from its wait on the wait
+    for node in graph.nodes:
+        if node.target in (ops.offload, ops.reload, ops.wait_tensor):
+            ends[node.args[0] if node.target is ops.wait_tensor else node] = node
+            pins[node] += "after" in node.kwargs
+        elif getattr(node.target, "__name__", "") == "control_deps":
+            pins.update(ends[one] for one in node.args[0] if one in ends)  # the others are what it is made from
+    return max(pins.values())
+
+
+@pytest.mark.long
+def test_a_node_of_a_large_graph_takes_as_many_calls_as_one_of_a_small_one() -> None:
+    small, large = (split(Stack(Shape(layers, 64, 128, 4)), torch.randn(128, 64).bfloat16())[0] for layers in (2, 8))
+    for halves in (small, large):
+        with_all_passes(halves)  # the first looks things up that are remembered
+    assert calls_a_node(large) < 1.1 * calls_a_node(small)
+    assert 0 < max(map(most_pins, with_all_passes(large))) <= 2, "pinned to two neighbours"

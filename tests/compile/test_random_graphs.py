@@ -163,18 +163,14 @@ def count(seen: Counter[str], stats: eo.OffloadStats) -> None:
     seen.update({reason: nbytes for reason, nbytes in stats.kept_bytes.items() if nbytes})
 
 
-@pytest.mark.short
-def test_random_functions_are_exact_on_aot_eager() -> None:
-    explore("aot_eager", 5)
-
-
-@pytest.mark.long
 @pytest.mark.timeout(1800)  # compiles each function two or three times
-def test_many_random_functions_are_exact_on_aot_eager() -> None:
-    explore("aot_eager", 20)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)  # the C++ compiler takes most of it
-def test_some_random_functions_are_exact_on_inductor() -> None:
-    explore("inductor", 4)
+@pytest.mark.parametrize(
+    ("backend", "functions"),
+    [
+        pytest.param("aot_eager", 5, marks=pytest.mark.short),
+        pytest.param("aot_eager", 14, marks=pytest.mark.long),
+        pytest.param("inductor", 3, marks=pytest.mark.long),
+    ],
+)
+def test_random_functions_are_exact(backend: str, functions: int) -> None:
+    explore(backend, functions)

@@ -18,13 +18,7 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload.errors import HostAllocationUnderCaptureError
-from eager_offload.graphs import (
-    CaptureMode,
-    CaptureStatus,
-    DeviceScalar,
-    capture_status,
-    capture_step,
-)
+from eager_offload.graphs import CaptureMode, CaptureStatus, DeviceScalar, capture_status, capture_step
 from eager_offload.kernels import CapabilityError, Kernel, LaunchSpec, Scalar, Signature, TensorSpec, as_torch_kernel
 from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
 from eager_offload.tiers.host import HostTier

@@ -57,6 +57,12 @@ class Ranks:
         dist.barrier()
 
 
+def scenarios_of(module: str) -> dict[str, Callable[[Ranks], None]]:
+    """The table of a module of this package."""
+    found: dict[str, Callable[[Ranks], None]] = importlib.import_module(f"tests.ranks.{module}").SCENARIOS
+    return found
+
+
 def command_of(number: int, directory: Path, scenarios: Sequence[str], *, thorough: bool = False) -> list[str]:
     """The command line that runs ``scenarios`` on so many ranks; each leaves ``directory/SCENARIO.RANK``, empty if it
     passed."""
@@ -119,13 +125,6 @@ def end(pid: int) -> None:
 # -- in the launch --------------------------------------------------------------------------------------------------
 
 
-def scenario(name: str) -> Callable[[Ranks], None]:
-    """``module.name``: a row of a module's table, below this package."""
-    module, _, row = name.partition(".")
-    found: Callable[[Ranks], None] = importlib.import_module(f"tests.ranks.{module}").SCENARIOS[row]
-    return found
-
-
 def live(directory: Path, names: Sequence[str], thorough: bool) -> None:
     """What a rank does. It ends with the first scenario that fails: the others would wait for it in vain."""
     signal.alarm(LIFETIME)
@@ -135,7 +134,8 @@ def live(directory: Path, names: Sequence[str], thorough: bool) -> None:
     for name in names:
         result = directory / f"{name}.{ranks.rank}"
         try:
-            scenario(name)(ranks)
+            module, _, row = name.partition(".")
+            scenarios_of(module)[row](ranks)
         except BaseException:
             result.write_text(traceback.format_exc())
             raise

@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import eager_offload as eo
-from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.host import HostTier
-from eager_offload.tiers.limits import System, disk_budget, host_bound, ranks_here
-from tests.hazards.backends import offloader_of
+from eager_offload.tiers.limits import ranks_here
 from tests.ranks.launch import Ranks
 from tests.ranks.training import batch, blocks
 
@@ -26,28 +23,8 @@ def trained(ranks: Ranks, offload: eo.Offload) -> eo.Offload:
     return offload
 
 
-def budgets_are_the_nodes(ranks: Ranks) -> None:
-    """What the user has not set is one budget of memory for all, and for each its part of the disk."""
-    assert ranks_here().number == ranks.size
-    alone = System(environ={"LOCAL_WORLD_SIZE": "1"})
-
-    settings = {"min_bytes": 0, "keep_last_bytes": 0}
-    on_disk = trained(ranks, eo.Offload(tier="disk", disk_path=ranks.directory, **settings))
-    in_memory = trained(ranks, eo.Offload(tier="host", **settings))
-    (disk,), (host,) = offloader_of(on_disk).tiers, offloader_of(in_memory).tiers
-    assert isinstance(disk, DiskTier)
-    assert isinstance(host, HostTier)
-    # Others take room meanwhile, but not half of it: without a division the sum would be `size` times this.
-    whole = disk_budget(ranks.directory, alone)
-    assert 0.6 * whole <= sum(int(str(each)) for each in ranks.gathered(disk._budget)) <= 1.5 * whole
-    assert not host_bound.is_alone
-    own = host_bound._entry()
-    assert own.held >= host.held_bytes > 0
-    for offload in (on_disk, in_memory):
-        offload.close()
-
-
 def one_spill_file_a_rank(ranks: Ranks) -> None:
+    assert ranks_here().number == ranks.size
     directory = ranks.directory / "spill"
     directory.mkdir(exist_ok=True)
     before = set(open_files(directory))
@@ -77,6 +54,5 @@ def open_files(directory: Path) -> Iterator[int]:
 
 
 SCENARIOS: dict[str, Callable[[Ranks], None]] = {
-    "budgets_are_the_nodes": budgets_are_the_nodes,
     "one_spill_file_a_rank": one_spill_file_a_rank,
 }

@@ -15,9 +15,8 @@ pytestmark = pytest.mark.long
 #: By framework, an example of it and its arguments.
 EXAMPLES = [
     ("accelerate", "train_accelerate.py"),
-    ("lightning", "train_fabric.py"),
-    ("lightning", "train_lightning.py"),
     ("lightning", "train_lightning.py", "--sharded", "--steps=2", "--layers=2"),
+    ("lightning", "train_fabric.py"),
     ("transformers", "train_transformers.py", "--gradient_accumulation_steps=2"),
 ]
 

@@ -1,4 +1,7 @@
-"""The simulated runtime: the way of a saved tensor with every edge in turn, streams, memory, order and the clock."""
+"""The simulated runtime and its checker: the way of a saved tensor is clean, and a race without any of its edges.
+
+``tests/scripts`` has when each copy runs.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,7 @@ import torch
 from tests.runtime.simulated_rig import Rig, flat
 from tests.simulation.checker import Checker, OrderingError
 from tests.simulation.log import WrittenLog
-from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
-
-
-@pytest.fixture
-def rig() -> Rig:
-    return Rig(SimulatedRuntime())
-
-
-# -- the way of one saved tensor --------------------------------------------------------------------------------------
+from tests.simulation.simulated import SimulatedRuntime
 
 
 def way_of_a_saved_tensor(rig: Rig) -> None:
@@ -65,44 +60,3 @@ def test_the_full_way_is_exact_and_lacks_each_of_its_edges_in_turn(at_once: bool
         with pytest.raises(OrderingError, match="nothing orders"):
             lacking.assert_clean()
         assert all(race.earlier.number < index <= race.later.number for race in lacking.violations)
-
-
-# -- copies run as late as the ordering allows, so a missing edge gives wrong bytes -----------------------------------
-
-
-def test_h16_h19_what_is_dropped_before_its_copy_ran_is_a_fault_and_leaves_garbage(rig: Rig) -> None:
-    source, target, slot = torch.randn(64), rig.target(256), rig.slot(256)
-    rig.runtime.copy(slot, flat(source), rig.out)
-    rig.runtime.copy(target, rig.slot(256, 256), rig.inward)
-    del source, target
-    rig.runtime.synchronize_all()
-    assert slot.tensor.eq(0xFF).all()
-    for end, fault in zip(("source", "target"), rig.runtime.faults, strict=True):
-        assert f"the {end} was freed before the copy ran" in str(fault)
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_h17_h18_copies_run_as_late_as_the_order_allows(ordered: bool, rig: Rig) -> None:
-    runtime, slot, source = rig.runtime, rig.slot(256), torch.ones(64)
-    slot.tensor.fill_(9)
-    first, second, early = rig.target(256), rig.target(256), rig.target(256)
-    runtime.copy(first, slot, rig.inward)
-    reloaded = runtime.record(rig.inward)
-    if ordered:
-        runtime.wait(rig.out, reloaded)  # the slot's next writer after its last reader
-    runtime.copy(slot, flat(source), rig.out)
-    offloaded = runtime.record(rig.out)
-    other = SimulatedStream("another way in")
-    if ordered:
-        runtime.wait(other, offloaded)  # a reload after the offload of the same bytes
-    runtime.copy(second, slot, other)
-    runtime.wait(rig.main, runtime.record(other))
-    assert bool(second.eq(flat(source)).all()) == ordered
-    runtime.wait(rig.main, offloaded)
-    runtime.wait(rig.main, reloaded)
-    assert bool(first.eq(9).all()) == ordered
-    slot.tensor.fill_(9)
-    runtime.copy(early, slot, rig.inward)
-    if ordered:
-        runtime.wait(rig.main, runtime.record(rig.inward))  # compute after the reload
-    assert bool(early.clone().eq(9).all()) == ordered

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,20 +16,14 @@ import torch
 from torch import Tensor
 
 from eager_offload import Offload, OffloadError
-from eager_offload.errors import (
-    CaptureStateError,
-    HostAllocationUnderCaptureError,
-    StaleEventError,
-)
+from eager_offload.errors import CaptureStateError, HostAllocationUnderCaptureError, StaleEventError
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
-from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode
-from eager_offload.runtime.pinned import unregister
+from eager_offload.runtime.captures import CAPTURES, CaptureMode
 from eager_offload.tiers.memory import PAGE
 from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical
-from tests.threads import collect, on_a_thread
+from tests.threads import collect
 from tests.virtual_device import NAME, VirtualDevice
-from tests.virtual_device.api import Api
 from tests.virtual_device.backend import side_stream
 from tests.virtual_device.graphs import capturing
 
@@ -43,92 +38,51 @@ def _nothing_is_left(virtual: VirtualDevice) -> Iterator[None]:
     assert torch.accelerator.current_stream() == before
 
 
-@pytest.fixture
-def api(monkeypatch: pytest.MonkeyPatch) -> Api:
-    return Api(monkeypatch)
+@contextmanager
+def beside(runtime: AcceleratorRuntime, mode: CaptureMode) -> Iterator[SimpleNamespace]:
+    """A capture inside; events of before it, of it, and of a stream that is not a part of it; and a slab."""
+    stream, free = side_stream(), side_stream()
+    given = SimpleNamespace(runtime=runtime, stream=stream)
+    given.older, given.slab = runtime.record(free), [runtime.host_buffer(PAGE)]
+    capture = runtime.begin_capture(stream, mode)
+    given.own, given.younger = runtime.record(stream), runtime.record(free)
+    try:
+        yield given
+    finally:
+        runtime.end_capture(capture)
 
 
-@pytest.fixture
-def runtime(api: Api) -> Iterator[AcceleratorRuntime]:
-    runtime = AcceleratorRuntime()
-    yield runtime
-    collect()
-    runtime.poll()
-    for address in [*api.registered]:  # which a driver refused to do
-        unregister(address)
-
-
-def here(call: Callable[[], object]) -> Any:
-    return call()
-
-
-class Beside:
-    """A runtime in a capture, and events of before it, of it, and of a stream that is not a part of it."""
-
-    def __init__(self, runtime: AcceleratorRuntime, mode: CaptureMode = CaptureMode.THREAD_LOCAL) -> None:
-        self.runtime, self.mode = runtime, mode
-        self.stream, self.free = (side_stream() for _ in range(2))
-        self.older = runtime.record(self.free)
-        self.slab: Tensor | None = runtime.host_buffer(PAGE)
-
-    def __enter__(self) -> Beside:
-        self.capture: Capture = self.runtime.begin_capture(self.stream, self.mode)
-        self.own, self.younger = self.runtime.record(self.stream), self.runtime.record(self.free)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.runtime.end_capture(self.capture)
-
-    def poll(self, how: Callable[[AcceleratorRuntime], object] = AcceleratorRuntime.poll) -> None:
-        self.runtime.keep_until(self.younger, object())
-        how(self.runtime)
-
-    def drop_slab(self) -> None:
-        self.slab = None
-        collect()
-        self.runtime.poll()
-
-
-#: What the engine does, and what it is told in a capture of its own thread.
-OURS: dict[str, tuple[type[Exception] | None, Callable[[Beside], object]]] = {
-    "to ask about an older event": (None, lambda beside: beside.runtime.query(beside.older)),
-    "to ask about its event": (None, lambda beside: beside.runtime.query(beside.own)),
-    "to ask about a younger event": (None, lambda beside: beside.runtime.query(beside.younger)),
-    "to wait for an older event": (None, lambda beside: beside.runtime.synchronize(beside.older)),
-    "to wait for its event": (CaptureStateError, lambda beside: beside.runtime.synchronize(beside.own)),
-    "to wait for a younger event": (CaptureStateError, lambda beside: beside.runtime.synchronize(beside.younger)),
-    "to wait for all that is kept": (None, lambda beside: beside.poll(AcceleratorRuntime.synchronize_kept)),
-    "a stream's wait for an older event": (None, lambda beside: beside.runtime.wait(beside.stream, beside.older)),
-    "a stream's wait for a younger event": (
-        CaptureStateError,
-        lambda beside: beside.runtime.wait(beside.stream, beside.younger),
-    ),
-    "to poll": (None, Beside.poll),
-    "to let go of what is pinned": (None, Beside.drop_slab),
-    "to pin": (HostAllocationUnderCaptureError, lambda beside: beside.runtime.host_buffer(PAGE)),
-    "memory that is not pinned": (None, lambda beside: beside.runtime.host_buffer(PAGE, pin_memory=False)),
+#: What the engine asks of a runtime in a capture, and the error where it cannot be had.
+ASKED: dict[str, tuple[type[Exception] | None, Callable[[SimpleNamespace], object]]] = {
+    "whether an older event is over": (None, lambda given: given.runtime.query(given.older)),
+    "whether its event is over": (None, lambda given: given.runtime.query(given.own)),
+    "whether a younger event is over": (None, lambda given: given.runtime.query(given.younger)),
+    "to wait for an older event": (None, lambda given: given.runtime.synchronize(given.older)),
+    "to wait for its event": (CaptureStateError, lambda given: given.runtime.synchronize(given.own)),
+    "to wait for a younger event": (CaptureStateError, lambda given: given.runtime.synchronize(given.younger)),
+    "a stream's wait for an older event": (None, lambda given: given.runtime.wait(given.stream, given.older)),
+    "a stream's wait for a younger": (CaptureStateError, lambda given: given.runtime.wait(given.stream, given.younger)),
+    "to wait for all that is kept": (None, lambda given: given.runtime.synchronize_kept()),
+    "to poll": (None, lambda given: given.runtime.poll()),
+    "to let go of what is pinned": (None, lambda given: (given.slab.clear(), collect(), given.runtime.poll())),
+    "to pin": (HostAllocationUnderCaptureError, lambda given: given.runtime.host_buffer(PAGE)),
+    "memory that is not pinned": (None, lambda given: given.runtime.host_buffer(PAGE, pin_memory=False)),
 }
 
 
-@pytest.mark.parametrize("where", [here, on_a_thread])
 @pytest.mark.parametrize("mode", CaptureMode)
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", ASKED)
 def test_the_runtime_asks_for_nothing_in_a_capture_that_is_refused(
-    api: Api, runtime: AcceleratorRuntime, name: str, mode: CaptureMode, where: Callable[..., object]
+    runtime: AcceleratorRuntime, name: str, mode: CaptureMode
 ) -> None:
-    """In mode ``global`` another thread is told what the thread that captures is told; else it need not know of it."""
-    kind, call = OURS[name]
-    told_everywhere = mode is CaptureMode.GLOBAL or "its event" in name or "a stream's" in name
-    is_told = kind is not None and (where is here or told_everywhere)
-    with Beside(runtime, mode) as beside, pytest.raises(kind) if is_told and kind else nullcontext():
-        where(lambda: call(beside))
+    error, call = ASKED[name]
+    with beside(runtime, mode) as given, pytest.raises(error) if error else nullcontext():
+        runtime.keep_until(given.younger, object())
+        call(given)
     with pytest.raises(StaleEventError):
-        runtime.query(beside.own)
+        runtime.query(given.own)
     torch.accelerator.synchronize()
-    assert runtime.query(beside.younger)
-    collect()
-    runtime.poll()
-    assert len(api.registered) == (beside.slab is not None), "what has gone is unpinned after the capture"
+    assert runtime.query(given.younger)
 
 
 # -- the engine -------------------------------------------------------------------------------------------------------

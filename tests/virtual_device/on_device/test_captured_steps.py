@@ -19,9 +19,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import eager_offload
 from eager_offload import CapacityError, Offload, OffloadConfig
-from eager_offload.engine.captured import CapturedTransfers
-from eager_offload.engine.offloader import DeviceOffloader
-from eager_offload.engine.transfer import Transfer
 from eager_offload.graphs import (
     CapturedStep,
     CaptureInputError,
@@ -179,12 +176,8 @@ def link(monkeypatch: pytest.MonkeyPatch, part: float, seed: int) -> None:
     monkeypatch.setattr(AcceleratorEvent, "query", query)
 
 
-# -- waits that are left out ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("waits", [True, False])
 def test_compute_waits_for_what_comes_back_in_vain_before_its_memory_has_a_new_owner(
-    waits: bool, virtual: VirtualDevice, offloads: Callable[..., Offload], monkeypatch: pytest.MonkeyPatch
+    virtual: VirtualDevice, offloads: Callable[..., Offload]
 ) -> None:
     weights = [torch.full((64, 64), 0.02, device=NAME, requires_grad=True) for _ in range(8)]
     x = torch.ones(32, 64, device=NAME)
@@ -197,20 +190,12 @@ def test_compute_waits_for_what_comes_back_in_vain_before_its_memory_has_a_new_o
             gradients = torch.autograd.grad(h.sum(), weights[last:])
         return torch.stack([value.sum() for value in gradients])
 
-    if not waits:
-        drop_resident = DeviceOffloader.drop_resident
-
-        def dropped(transfers: CapturedTransfers, transfer: Transfer) -> None:
-            drop_resident(transfers, transfer)
-            transfers._in.pop(transfer, None)
-
-        monkeypatch.setattr(CapturedTransfers, "drop_resident", dropped)
     offload = offloads(max_inflight_bytes=1, prefetch_bytes="32KiB", keep_last_bytes=0)
     captured = capture_step(step, (x,), offload=offload, warmup=1, debug=True)
-    assert bool(violations(nodes_of(captured.graph._graph))) != waits
-    if waits:
-        with virtual.replays(1):
-            assert torch.equal(captured(x), step(x))
+    assert copies(captured, "copy in") > 0
+    assert not violations(nodes_of(captured.graph._graph))
+    with virtual.replays(1):
+        assert torch.equal(captured(x), step(x))
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -236,13 +221,11 @@ class Changing:
         if what == "suppressed":
             with suppress(RuntimeError):
                 h.sum().item()
-        if what.startswith("unjoined"):
+        if what == "unjoined":
             other = torch.Stream(device=NAME)
             other.wait_stream(torch.accelerator.current_stream())
             with other:
                 h.detach() * 2
-        if what == "unjoined and raises":
-            raise KeyError("of the step")
         if what == "twice":
             torch.autograd.grad(h.sum(), self._w, retain_graph=True)
         loss = h.sin().sum()
@@ -263,7 +246,6 @@ class Changing:
         ),
         (4, "another", CaptureStateError, "an Offload was entered"),
         (4, "raises", KeyError, "of the step"),
-        (2, "raises", KeyError, "of the step"),
         (4, "number", RuntimeError, "not permitted while a stream is being captured"),
         (
             4,
@@ -272,7 +254,6 @@ class Changing:
             "not permitted while a stream is being captured|invalidated by an earlier call",
         ),
         (4, "unjoined", UnjoinedStreamError, "stream \\d+ has work|have it wait for that stream"),
-        (4, "unjoined and raises", KeyError, "of the step"),
     ],
 )
 def test_after_a_step_that_cannot_be_captured_everything_works(

@@ -41,19 +41,24 @@ def on_both(
     return results
 
 
-@pytest.mark.parametrize("has_disk", [True, False])
-def test_h51_they_stay_unless_a_disk_is_named(monkeypatch: pytest.MonkeyPatch, has_disk: bool, offloads: Any) -> None:
+@pytest.mark.filterwarnings("ignore:eager_offload. compiled code waits:RuntimeWarning")  # of aot_eager, without a pass
+@pytest.mark.parametrize("how", ["eager", "without a disk", "compiled"])
+def test_h51_they_stay_unless_a_disk_is_named(monkeypatch: pytest.MonkeyPatch, how: str, offloads: Any) -> None:
     def refuse(*_: object, **__: object) -> object:
         raise ConfigError("disk_path=None is not accepted: no directory can serve")
 
-    if not has_disk:
+    if how == "without a disk":
         monkeypatch.setattr(offloaders, "DiskTier", refuse)
-    expected, offload = on_both(nullcontext()), offloads(tier="auto")
-    assert_identical(expected, on_both(offload))
+    forward = torch.compile(loss_of, backend="aot_eager") if how == "compiled" else loss_of
+    expected, offload = on_both(nullcontext(), forward), offloads(tier="auto")
+    assert_identical(expected, on_both(offload, forward))
     stats = assert_settled(offload)
-    assert stats.kept_bytes["device"] == 4 * NBYTES, "what tanh, exp, the product and sin save"
+    if how != "compiled":
+        assert stats.kept_bytes["device"] == 4 * NBYTES, "what tanh, exp, the product and sin save"
+    assert stats.kept_bytes["device"] > 0
     assert stats.bytes_out > 0, "what is on the device moves"
     assert stats.disk_bytes_written == 0
+    assert stats.compiled_regions == (how == "compiled"), "the one on the device"
 
 
 @pytest.mark.parametrize("fields", [{"tier": "auto"}, {"tier": "disk"}, {"tier": "disk", "disk_path": None}, {}])
@@ -100,14 +105,3 @@ def test_h51_neither_waits_for_what_the_other_did_with_a_slot(
     stats = assert_settled(offload)
     assert stats.disk_bytes_written >= 4 * NBYTES
     assert sum(used) >= 4 * NBYTES
-
-
-def test_h51_a_compiled_graph_leaves_them_too(offloads: Any) -> None:
-    forward = torch.compile(loss_of, backend="aot_eager")
-    expected, offload = on_both(nullcontext(), forward), offloads(tier="auto")
-    with pytest.warns(RuntimeWarning, match="compiled code waits"):  # no Inductor, and so no pass that orders them
-        assert_identical(expected, on_both(offload, forward))
-    stats = assert_settled(offload)
-    assert stats.compiled_regions == 1, "the one on the device"
-    assert stats.kept_bytes["device"] > 0
-    assert stats.bytes_out > 0

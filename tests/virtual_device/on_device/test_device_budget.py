@@ -93,7 +93,7 @@ def test_h55_the_peak_is_below_the_budget_and_the_least_moves(
     assert stats.device_budget == budget
 
 
-@pytest.mark.parametrize("kind", ["alike", "three lengths", "two models", "accumulated"])
+@pytest.mark.parametrize("kind", ["three lengths", "two models", "accumulated"])
 def test_h55_a_budget_is_used_and_kept_to_a_window_from_the_fifth_step_of_a_kind_on(
     kind: str, without: tuple[list[Tensor], int], budgeted: Callable[..., eo.Offload]
 ) -> None:

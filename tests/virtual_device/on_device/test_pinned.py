@@ -6,7 +6,7 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,20 +31,6 @@ from tests.virtual_device.api import Api
 from tests.virtual_device.backend import side_stream
 
 MIB, GIB = 1 << 20, 1 << 30
-
-
-@pytest.fixture
-def api(virtual: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> Api:
-    return Api(monkeypatch)
-
-
-@pytest.fixture
-def runtime(api: Api) -> Iterator[AcceleratorRuntime]:
-    runtime = AcceleratorRuntime()
-    yield runtime
-    collect()
-    runtime.poll()
-    assert not api.registered
 
 
 def tier_of(runtime: AcceleratorRuntime) -> HostTier:
@@ -87,24 +73,6 @@ def test_a_slab_that_cannot_be_unregistered_is_kept_until_it_can(api: Api, runti
     runtime.poll()
     assert not api.registered
     assert pages() is None
-
-
-def test_each_slab_is_registered_by_itself_and_all_go_with_the_last_user(api: Api, runtime: AcceleratorRuntime) -> None:
-    """A copy must not straddle two registrations."""
-    tier, user = tier_of(runtime), object.__new__(Pool)
-    runtime.attach_user(user)
-    slots = [tier.reserve(nbytes) for nbytes in (PAGE, MIB, 33 * MIB, 70 * MIB, 9000)]
-    assert all(slots)
-    assert len(api.registered) > 1
-    assert sum(api.registered.values()) == tier.held_bytes
-    assert all(
-        any(at <= slot.address and slot.address + slot.nbytes <= at + size for at, size in api.registered.items())
-        for slot in slots
-    )
-    slots.clear()
-    tier.close()
-    runtime.detach_user(user)
-    assert api.registered == {}
 
 
 @pytest.mark.parametrize("call", ["register", "empty_pinned"])

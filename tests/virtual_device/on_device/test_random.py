@@ -51,7 +51,7 @@ def _heard_late(call: Callable[..., object], *arguments: object) -> bool:
 
 
 @pytest.mark.parametrize(
-    "programs", [pytest.param(40, marks=pytest.mark.short), pytest.param(200, marks=pytest.mark.long)]
+    "programs", [pytest.param(40, marks=pytest.mark.short), pytest.param(100, marks=pytest.mark.long)]
 )
 def test_random_programs_are_exact(programs: int) -> None:
     explore(VirtualBackend, TIERS, st.sampled_from([*PACES.values()]), programs, fits=fits)

@@ -1,10 +1,10 @@
-"""The accelerator runtime: its calls, what is selected afterwards, memory, links, and times of the device."""
+"""The accelerator runtime: what is selected after its calls, memory, links, and times of the device."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,36 +22,12 @@ from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.api import Api
 
 HERE, THERE = torch.device(NAME, 0), torch.device(NAME, 1)
-NBYTES, PROBE = 1 << 14, 1 << 16
-LATE = 2e-3  # seconds that a copy takes at least
-
-
-#: Slots, which are kept until their copies are over.
-_slots: list[HostSlot] = []
-
-
-@pytest.fixture
-def api(virtual: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> Api:
-    return Api(monkeypatch)
-
-
-@pytest.fixture
-def runtime(api: Api, virtual: VirtualDevice) -> Iterator[AcceleratorRuntime]:
-    runtime = AcceleratorRuntime(probe_bytes=PROBE)
-    yield runtime
-    for index in range(virtual.devices):
-        torch.accelerator.synchronize(index)
-    _slots.clear()
-    collect()
-    runtime.close()
-    runtime.poll()
-    assert not api.registered
+NBYTES = 1 << 14
 
 
 def slot_of(runtime: AcceleratorRuntime) -> HostSlot:
     slot = HostTier(Pool(runtime.host_buffer, sizes=runtime.slab_sizes()), budget=1 << 30).reserve(NBYTES)
     assert slot is not None
-    _slots.append(slot)
     return slot
 
 
@@ -59,45 +35,12 @@ def block() -> Tensor:
     return torch.empty(NBYTES, dtype=torch.uint8, device=HERE)
 
 
-def offload(runtime: AcceleratorRuntime) -> Event:
-    event = runtime.copy(slot_of(runtime), block(), runtime.transfer_stream(HERE, Direction.OUT))
-    runtime.synchronize(event)
-    return event
-
-
 def selection() -> list[object]:
     """What the calling thread has selected."""
     return [torch.accelerator.current_device_index(), *map(torch.accelerator.current_stream, (HERE, THERE))]
 
 
-# -- calls, and what is selected afterwards ---------------------------------------------------------------------------
-
-
-def test_h15_a_copy_costs_so_many_calls_and_the_host_does_not_wait(
-    virtual: VirtualDevice, runtime: AcceleratorRuntime
-) -> None:
-    compute, out = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
-    source, slot = block(), slot_of(runtime)
-    timed, plain = [], []
-    with virtual.held():
-        for number in range(accelerator._TIMED + 5):
-            with virtual.noted() as calls:
-                over = runtime.copy(slot, source, out, after=[runtime.record(compute)])
-                runtime.wait(compute, over)
-            (timed if number == 0 else plain)[:] = calls
-        assert not runtime.query(over), "the host did not wait for the copy"
-    there, here = f"0/{out.stream_id}", "0/0"
-    assert timed == [
-        *("make_event", f"record_event {here}", f"wait_event {there}"),
-        *("make_event", f"record_event {there}"),  # the first copies tell how long they took
-        *(f"set_stream {there}", f"copy {NBYTES} on {there}", f"set_stream {here}"),
-        *("make_event", f"record_event {there}", f"wait_event {here}"),
-    ]
-    assert plain == [
-        *(f"record_event {here}", f"wait_event {there}"),
-        *(f"set_stream {there}", f"copy {NBYTES} on {there}", f"set_stream {here}"),
-        *(f"record_event {there}", f"wait_event {here}"),
-    ], "events are recorded again once what they stood for is of no use to anyone"
+# -- what is selected afterwards --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", [None, "copy", "empty", "set_stream"])
@@ -133,7 +76,7 @@ def test_h29_threads_inside_one_transfer_stream_at_once_get_their_own_streams_ba
     def work(number: int) -> bool:
         torch.accelerator.set_stream(torch.Stream(device=HERE))
         before = selection()
-        runtime.copy(slot_of(runtime), block(), out)
+        runtime.synchronize(runtime.copy(slot_of(runtime), block(), out))
         return selection() == before
 
     assert on_threads(2, work) == [True, True]
@@ -159,21 +102,6 @@ def test_h22_copies_are_exact_and_memory_is_ordinary_in_any_mode_of_the_caller(
     assert target.eq(3).all()
 
 
-# -- links ------------------------------------------------------------------------------------------------------------
-
-
-def test_without_events_that_tell_the_time_the_host_does(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
-    with virtual.without_a_clock():
-        assert not runtime.tells_time(HERE)
-        with virtual.slow_links(bandwidth=1e8):
-            assert 0 < runtime.measure_link(HERE).out.median <= 1e8
-        before = runtime.moment(runtime.current_stream(HERE))
-        (span,) = runtime.spans(offload(runtime))
-        assert runtime.seconds_between(span.began, span.ended) == 0.0
-        after = runtime.moment(runtime.current_stream(HERE))
-        assert runtime.seconds_between(before, after, synchronize=True) == 0.0
-
-
 def test_h10_the_memory_of_an_interrupted_probe_outlives_its_copies(
     virtual: VirtualDevice, runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,31 +116,13 @@ def test_h10_the_memory_of_an_interrupted_probe_outlives_its_copies(
                 runtime.measure_link(HERE)
             runtime.poll()
             collect()
-            assert torch.accelerator.memory_allocated() >= before + PROBE
+            assert torch.accelerator.memory_allocated() >= before + (1 << 16), "what a probe copies"
         torch.accelerator.synchronize()
         runtime.poll()
         assert torch.accelerator.memory_allocated() == before
 
 
 # -- times ------------------------------------------------------------------------------------------------------------
-
-
-def test_moments_of_a_stream_tell_what_lies_between_once_they_are_past(
-    virtual: VirtualDevice, runtime: AcceleratorRuntime
-) -> None:
-    compute, out = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
-    source, slot = block(), slot_of(runtime)
-    before = runtime.moment(compute)
-    assert runtime.seconds_between(before, before, synchronize=True) == 0.0
-    with virtual.slow_links(latency=LATE):
-        with virtual.held_stream(out):
-            runtime.wait(compute, copied := runtime.copy(slot, source, out))
-            after = runtime.moment(compute)
-            assert runtime.seconds_between(before, before) == 0.0
-            assert runtime.seconds_between(before, after) is None
-            assert runtime.tells_time(HERE)
-            assert not runtime.query(copied), "the host has waited for a transfer, which another thread may be behind"
-        assert runtime.seconds_between(before, after, synchronize=True) >= LATE
 
 
 def test_h28_a_child_waits_for_no_moment_of_its_parents(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:

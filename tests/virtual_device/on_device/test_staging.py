@@ -121,10 +121,7 @@ def test_pack_goes_on_where_all_staging_room_is_taken(
 
 
 def test_h41_pack_goes_on_while_the_system_pins_memory(
-    offload: Offload,
-    runtime: AcceleratorRuntime,
-    limited: Callable[[int], Staging],
-    monkeypatch: pytest.MonkeyPatch,
+    offload: Offload, runtime: AcceleratorRuntime, limited: Callable[[int], Staging], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limited(1 << 20)
     host_buffer, asked, pins, in_time = runtime.host_buffer, threading.Event(), threading.Event(), list[bool]()
@@ -337,10 +334,7 @@ def test_h10_what_an_interrupted_call_took_or_left_to_the_writer_is_not_waited_f
 
 
 def test_h10_a_target_outlives_the_copy_that_the_reader_has_still_to_enqueue(
-    virtual: VirtualDevice,
-    disk: Callable[..., Offload],
-    runtime: AcceleratorRuntime,
-    monkeypatch: pytest.MonkeyPatch,
+    virtual: VirtualDevice, disk: Callable[..., Offload], runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy, targets = runtime.copy, list[int]()
 
