@@ -108,30 +108,6 @@ def sharded_models_are_planned_as_whole_ones(ranks: Ranks) -> None:
     assert whole.peak_bytes < eo.plan(model(), x, device=FAR).peak_bytes
 
 
-def levels_that_alternate(ranks: Ranks) -> None:
-    """Blocks that are computed again whole, but for some results, and not at all, in shards."""
-    config = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}
-    x, levels = torch.zeros(ROWS, WIDTH), set[int]()
-    expected = trained(ranks, sharded(), eo.Offload(enabled=False))
-    whole = eo.plan(made := sharded(), x, device=FAR, device_budget=1, recompute=True, config=config)
-    low, high = whole.least_budget, whole.fixed_ways()[0].peak_bytes
-    alternating = 0
-    for eighths in (4, 6, 7):
-        plan = eo.plan(
-            made, x, device=FAR, device_budget=low + (high - low) * eighths // 8, recompute=True, config=config
-        )
-        own = [sum(len(one.numbers) for one in kept) for kept in plan.kept]
-        alternating += len({*own, *range(len(plan.again) - len(made.blocks), 0)}) > 1
-        levels.update(own)
-        offload = eo.Offload(tier="disk", disk_path=ranks.directory, min_bytes="1KiB", keep_last_bytes=0)
-        with plan.apply(made := sharded()):
-            assert_identical(expected, trained(ranks, made, offload))
-        assert offload.stats(synchronize=True).bytes_out > 0
-        offload.close()
-    assert len(levels) > 2
-    assert alternating > 1
-
-
 def tensor_parallelism_is_planned_as_it_runs(ranks: Ranks) -> None:
     """The bytes that move are those that are counted, and ranks that wait for each other have no lower peak, as torch's
     own tracker of memory has it; without ranks that wait, ``planning/test_sharding.py`` has the same peak."""
@@ -188,5 +164,4 @@ SCENARIOS: dict[str, Callable[[Ranks], None]] = {
     "different_models_are_an_error_of_all": different_models_are_an_error_of_all,
     "tensor_parallelism_is_planned_as_it_runs": tensor_parallelism_is_planned_as_it_runs,
     "sharded_models_are_planned_as_whole_ones": sharded_models_are_planned_as_whole_ones,
-    "levels_that_alternate": levels_that_alternate,
 }

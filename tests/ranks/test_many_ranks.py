@@ -58,7 +58,6 @@ CASES: dict[str, dict[str, str]] = {
     "plans": {
         "different_budgets_agree": "two every",
         "sharded_models_are_planned_as_whole_ones": "two every",
-        "levels_that_alternate": "two",
         "tensor_parallelism_is_planned_as_it_runs": "two four",
     },
     "with_accelerate": dict.fromkeys(
