@@ -15,7 +15,7 @@ _STEPS = (
 )
 #: By the beginning of the module's path in the package; the longest that fits counts.
 _FIRST = {
-    "=simulated": "runtime/simulated",
+    "=simulated": "runtime/simulated runtime/checker",
     "=host": "host_runtime",
     "=disk": "tiers/pool tiers/disk tiers/growth tiers/interrupts tiers/disk_files",
     "": "",
@@ -42,7 +42,7 @@ _FIRST = {
     "observe/trace": "observe/tracing",
     "offload": "contract counts",
     "runtime/accelerator": "",
-    "runtime/base": "runtime/simulated hazards/copies",
+    "runtime/base": "runtime/simulated runtime/checker hazards/copies",
     "planning/planner": "planning/recompute planning/levels",
     "planning/simulate": "planning/plan planning/simulate",
     "planning/target": "planning/trace",
