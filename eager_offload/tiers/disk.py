@@ -315,7 +315,7 @@ class DiskTier(Tier):
                 self._poll()
 
     def measure(self) -> LinkRates:
-        """Measures the rates of single transfers through the tier. ``machine.disk_link`` caches the result.
+        """Measures the rates of single transfers through the tier. ``measuring.disk_link`` caches the result.
 
         Raises:
             CapacityError: the tier has no room for the test.
