@@ -36,7 +36,7 @@ _BY_NAME = {"getattr", "setattr", "hasattr", "object", "gate_before"}
 #: Modules that stand lower or higher than their folder. `chooser`: numbers, which know no tensor, no graph and nothing
 #: else of a plan; compilers ask them too. `doctor` trains a step, where all else that observes is told of steps.
 APART = {
-    **{f"planning.{name}": "chooser" for name in ("machine", "program", "settings", "simulate")},
+    **{f"planning.{name}": "chooser" for name in ("machine", "measuring", "program", "settings", "simulate")},
     "core.schedule": "schedule",
     "core.modules": "modules",
     "observe.doctor": "doctor",

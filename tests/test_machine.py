@@ -14,8 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import eager_offload as eo
-from eager_offload.planning import machine
-from eager_offload.planning.machine import TABLE, disk_link, here, link_of, machine_of, measure
+from eager_offload.planning import measuring
+from eager_offload.planning.machine import TABLE
+from eager_offload.planning.measuring import disk_link, here, link_of, machine_of, measure
 from eager_offload.runtime.host import HostRuntime
 from eager_offload.tiers import host as host_tier
 from eager_offload.tiers.base import LinkRates
@@ -31,7 +32,7 @@ def test_a_cpu_is_measured_once_and_another_form_of_a_known_device_is(monkeypatc
     assert rates is machine_of(torch.device("cpu"))
     assert min(rates.flops, rates.single_flops, rates.memory) > 1e6
     accelerator(monkeypatch, "NVIDIA H100 PCIe")
-    monkeypatch.setattr(machine, "_measured", lambda device: eo.Machine("measured", 3.0, 2.0, 1.0))
+    monkeypatch.setattr(measuring, "_measured", lambda device: eo.Machine("measured", 3.0, 2.0, 1.0))
     assert machine_of(torch.device("cuda", 0)).name == "measured"
 
 
@@ -39,14 +40,14 @@ def test_a_cpu_is_measured_once_and_another_form_of_a_known_device_is(monkeypatc
 def test_what_is_measured_while_a_compiler_traces_is_the_machine_and_not_the_trace(
     tier: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    before, kinds, product = torch.get_rng_state(), set[type](), machine._product
+    before, kinds, product = torch.get_rng_state(), set[type](), measuring._product
 
     def noted(*given: Any) -> Any:
         work = product(*given)
         kinds.add(type(work.run()))
         return work
 
-    monkeypatch.setattr(machine, "_product", noted)
+    monkeypatch.setattr(measuring, "_product", noted)
     with FakeTensorMode():
         found = measure(tier=tier, disk_path=tmp_path if tier == "disk" else None)
     assert kinds == {torch.Tensor}
@@ -89,8 +90,8 @@ def test_training_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     def measured(*_: object) -> Any:
         raise AssertionError("measured")
 
-    monkeypatch.setattr(machine, "_rates_of", measured)
-    monkeypatch.setattr(machine, "_measured", measured)
+    monkeypatch.setattr(measuring, "_rates_of", measured)
+    monkeypatch.setattr(measuring, "_measured", measured)
     monkeypatch.setattr(HostRuntime, "measure_link", measured)
     monkeypatch.setattr(DiskTier, "measure", measured)
     model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]), torch.randn(256, 64)

@@ -37,7 +37,8 @@ from eager_offload.config import OffloadConfig
 from eager_offload.core.schedule import Windows
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import OffloadError
-from eager_offload.planning.machine import UNKNOWN_BANDWIDTH, Machine, disk_link, link_of, machine_of
+from eager_offload.planning.machine import UNKNOWN_BANDWIDTH, Machine
+from eager_offload.planning.measuring import disk_link, link_of, machine_of
 from eager_offload.planning.program import Op, Problem, Program, Storage, live_bytes
 from eager_offload.planning.simulate import Outcome, PolicySearch
 from eager_offload.runtime.base import Direction

@@ -25,7 +25,7 @@ from eager_offload.compile.decide import Estimate, bandwidth_of, counts_flops, r
 from eager_offload.compile.graphs import CONVOLUTIONS, nbytes_of, on_a_copy, storage_of, tensor_of, written_by
 from eager_offload.compile.insert import insert_asynchronous_in_place
 from eager_offload.compile.keys import cache_key, key_of
-from eager_offload.planning.machine import machine_of
+from eager_offload.planning.measuring import machine_of
 from eager_offload.runtime.base import Direction
 from eager_offload.tiers.forking import ForkSafeLock, Living
 from eager_offload.torch_private.calls import OpOverload

@@ -45,7 +45,7 @@ from eager_offload.core.schedule import Windows
 from eager_offload.core.selection import covers_little, keeps_cpu_tensors, part_of_storage
 from eager_offload.errors import OffloadError
 from eager_offload.marks import ONLY_NOTE, REGION_NOTE, Mark, mark_of
-from eager_offload.planning.machine import memory_of
+from eager_offload.planning.measuring import memory_of
 from eager_offload.planning.simulate import Outcome
 from eager_offload.stats import KeepReason
 from eager_offload.torch_private.calls import schema_of

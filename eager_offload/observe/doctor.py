@@ -33,7 +33,8 @@ from eager_offload import torch_private
 from eager_offload.config import OffloadConfig, rate_text, size_text
 from eager_offload.errors import ConfigError
 from eager_offload.offload import Offload
-from eager_offload.planning.machine import Machine, measure
+from eager_offload.planning.machine import Machine
+from eager_offload.planning.measuring import measure
 from eager_offload.runtime.pinned import Pinned, measure_pinning
 from eager_offload.tiers.disk import DiskTier, filesystem_of, usual_directories
 from eager_offload.tiers.limits import PAGEABLE_COST, disk_budget, host_budget, host_headroom, ranks_here

@@ -5,9 +5,11 @@ trace.py      traces a model into a Recording; recorder.py and blocks.py log the
 program.py    the traced step (Program), and a Program on a device behind a link (Problem)
 simulate.py   simulates a step, and searches for the fraction to offload and the windows
 levels.py     the results that a recomputed block may keep, by price; rewrites a Program for recomputed blocks
-apply.py      puts checkpoints around recomputed modules; verify.py compares their saves with those of forward
+apply.py      puts checkpoints around recomputed modules; selective.py keeps results in them; verify.py compares
+              their saves with those of forward
 states.py     bytes of optimizer states; sharding.py: FSDP2 and tensor parallelism, and agreement among ranks
 numbers.py    isolates a trace from the process: modes, hooks, caches and random numbers
+machine.py    rates of devices; measuring.py measures them, and links
 planner.py    plan(), and the search for the fastest step that fits; plan.py and figures.py: its result, with text,
               figure and file; command.py: the command line
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -90,15 +90,21 @@ class Blocks:
         #: All blocks in the order of creation, and the saved ones in the order of their first saves.
         self.all: list[Block] = []
         self.saved: list[Block] = []
-        self._events: deque[tuple[Callable[[int], None], object]] = deque()
+        #: Deaths: the dead reference, its block, and the key of a storage; ``None`` for handles and reloaded copies.
+        self._deaths: deque[tuple[object, Block, int | None]] = deque()
         self._weak: dict[int, weakref.ref[Any]] = {}
 
     def note_deaths(self, op: int) -> None:
         """Records ``op`` as the end of everything that has died since the last call."""
-        while self._events:
-            happened, weak = self._events.popleft()
+        while self._deaths:
+            weak, block, key = self._deaths.popleft()
             self._weak.pop(id(weak), None)
-            happened(op)
+            if key is None:
+                block.dropped = op
+                continue
+            block.freed = op
+            if (found := self._by_key.get(key)) is not None and found[0] is block:
+                del self._by_key[key]
 
     def are_alive(self) -> bool:
         return any(weak() is not None for block, weak in [*self._by_key.values()] if not block.is_outside)
@@ -122,17 +128,8 @@ class Blocks:
         if known is not None:
             return known
         block = Block(storage.nbytes(), op, module, len(self.all))
-        key = storage_key(storage)
-
-        def died(weak: object) -> None:
-            self._events.append((ended, weak))
-
-        def ended(now: int) -> None:
-            block.freed = now
-            if (found := self._by_key.get(key)) is not None and found[0] is block:
-                del self._by_key[key]
-
-        self._by_key[key] = block, weakref.ref(storage, died)
+        key, deaths = storage_key(storage), self._deaths
+        self._by_key[key] = block, weakref.ref(storage, lambda weak: deaths.append((weak, block, key)))
         self.all.append(block)
         return block
 
@@ -165,27 +162,15 @@ class Blocks:
         return copy
 
     def _watch(self, owner: Any, block: Block) -> weakref.ref[Any]:
-
-        def died(weak: object) -> None:
-            self._events.append((dropped, weak))
-
-        def dropped(now: int) -> None:
-            block.dropped = now
-
-        weak = weakref.ref(owner, died)
+        deaths = self._deaths
+        weak = weakref.ref(owner, lambda weak: deaths.append((weak, block, None)))
         self._weak[id(weak)] = weak
         return weak
 
-    def values(self, ops: int, numbers: Mapping[Block, int]) -> Iterator[Value]:
-        for one in self.all:
-            freed = ops if one.freed is None else one.freed
-            dropped = 0 if one.saved is None else ops if one.dropped is None else one.dropped
-            yield Value(one.nbytes, one.module, one.made, freed, max(freed, dropped), numbers.get(one, -1))
-
-    def result(self, ops: int) -> tuple[dict[Block, int], tuple[Storage, ...], tuple[int, ...]]:
-        """Returns the index of each movable block, the movable storages, and the other live bytes at each of ``ops``
-        operators, once the step is over."""
-        storages, spans, numbers = list[Storage](), list[tuple[int, int, int]](), dict[Block, int]()
+    def result(self, ops: int) -> tuple[dict[Block, int], tuple[Storage, ...], tuple[Value, ...], tuple[int, ...]]:
+        """Returns the index of each movable block, the movable storages, all storages, and the bytes of the others that
+        live at each of ``ops`` operators, once the step is over."""
+        storages, values, numbers = list[Storage](), list[Value](), dict[Block, int]()
         for one in self.saved:
             # Movable: backward unpacks it, and only autograd holds it by then.
             saved, unpacked, freed = one.saved, one.unpacked_at, one.freed
@@ -197,10 +182,11 @@ class Blocks:
             span = one.made, freed, saved, unpacked, dropped
             storages.append(Storage(one.nbytes, moved, one.module, *span, is_forced))
         for one in self.all:
-            if one not in numbers:
-                ends = (one.freed, 0 if one.saved is None else one.dropped)
-                spans.append((one.nbytes, one.made, max(ops if end is None else end for end in ends)))
-        return numbers, tuple(storages), tuple(live_bytes(ops, spans))
+            freed = ops if one.freed is None else one.freed
+            dropped = 0 if one.saved is None else ops if one.dropped is None else one.dropped
+            values.append(Value(one.nbytes, one.module, one.made, freed, max(freed, dropped), numbers.get(one, -1)))
+        spans = [(one.nbytes, one.made, one.end) for one in values if one.storage < 0]
+        return numbers, tuple(storages), tuple(values), tuple(live_bytes(ops, spans))
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
@@ -242,7 +228,7 @@ class Calls:
         self._times: Counter[int] = Counter()
         #: Writes, as operator and block; and the saves that the user has marked to move or to stay.
         self._writes: list[tuple[int, Block]] = []
-        self._decided: list[int] = []
+        self.decided: list[int] = []
 
     def enter(self, module: int, place: Place, arguments: object, min_bytes: int, *, is_backward: bool) -> None:
         self._times[module] += 1
@@ -280,11 +266,8 @@ class Calls:
     def written(self) -> set[Block]:
         return {block for _, block in self._writes}
 
-    def decided(self, save: int) -> None:
-        self._decided.append(save)
-
-    def repeatable(self) -> Iterator[int]:
-        """Yields the modules that may be recomputed, in the order of their calls, once the step is over.
+    def repeatable(self) -> Iterator[Call]:
+        """Yields the calls of modules that may be recomputed, in their order, once the step is over.
 
         A recompute must repeat the forward, and the planner must be free to decide about its saves. The inputs must be
         unchanged, so no operator may write to them after the call begins.
@@ -293,20 +276,14 @@ class Calls:
             begin, end = call.begin, call.end
             if call.module == 0 or end is None or self._times[call.module] > 1 or begin.save == end.save:
                 continue
-            if call.has_changed or any(begin.save <= save < end.save for save in self._decided):
+            if call.has_changed or any(begin.save <= save < end.save for save in self.decided):
                 continue
             if not any(
                 op >= begin.op and block.made < begin.op and (op < end.op or block in call.inputs)
                 for op, block in self._writes
             ):
-                yield call.module
-
-    def of(self, modules: Collection[int]) -> Iterator[Call]:
-        for one in self._all:
-            if one.module in modules and one.end is not None:
-                begin, end = one.begin, one.end
                 between = (begin.op, end.op, begin.save, end.save, begin.dispatch, end.dispatch)
-                yield Call(one.module, *between, begin.node, tuple(one.inputs.values()))
+                yield Call(call.module, *between, begin.node, tuple(call.inputs.values()))
 
 
 def written_by(call: OperatorCall) -> Iterator[Tensor]:

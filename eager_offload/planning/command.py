@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -83,17 +84,10 @@ def _longest(options: argparse.Namespace) -> int:
             if getattr(options, name) not in (None, False, POLICIES[0]):
                 raise ConfigError(f"--{name.replace('_', '-')} does not go with --longest: leave one of them out")
         with _ranks(options.mesh):
-            make = _function(options.function)
-            found = _said(
-                options.function,
-                lambda: longest(
-                    make,
-                    options.longest,
-                    **_common(options),
-                    at_most=options.at_most,
-                    progress=told,
-                ),
+            find = partial(
+                longest, _function(options.function), options.longest, at_most=options.at_most, progress=told
             )
+            found = _said(options.function, partial(find, **_common(options)))
     except OffloadError as error:
         print(f"eager_offload plan: {error}", file=sys.stderr)
         return 2
@@ -150,19 +144,8 @@ def _plan(options: argparse.Namespace) -> Plan:
     from eager_offload.planning.planner import plan
 
     model, inputs, loss = model_of(options.function)
-    return _said(
-        options.function,
-        lambda: plan(
-            model,
-            inputs,
-            loss=loss,
-            device_budget=options.device_budget,
-            host_budget=options.host_budget,
-            **_common(options),
-            policy=options.policy,
-            recompute=options.recompute,
-        ),
-    )
+    fields = {name: getattr(options, name) for name in ("device_budget", "host_budget", "policy", "recompute")}
+    return _said(options.function, partial(plan, model, inputs, loss=loss, **fields, **_common(options)))
 
 
 def _said(function: str, call: Callable[[], T]) -> T:

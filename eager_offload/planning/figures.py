@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
@@ -21,7 +22,7 @@ from eager_offload.planning.states import States
 from eager_offload.stats import KeepReason
 from eager_offload.version import digest
 
-_FORMAT = 6
+_FORMAT = 7
 
 
 class Point(NamedTuple):
@@ -246,10 +247,8 @@ class PlanFigures:
             row = found.get(kind, Row(kind, 0, 0, 0))
             stay, move = (0, one.moved_bytes) if number in self._returning else (one.nbytes, 0)
             found[kind] = Row(kind, row.storages + 1, row.kept_bytes + stay, row.moved_bytes + move)
-        saved, whole = _by_kind(program), _by_kind(self._whole.program)
-        for kind, nbytes in whole.items() if self.again else ():
-            again = max(nbytes - saved.get(kind, 0), 0)
-            found[kind] = found.get(kind, Row(kind, 0, 0, 0))._replace(recomputed_bytes=again)
+        for kind, nbytes in (_by_kind(self._whole.program) - _by_kind(program)).items():  # differences above 0
+            found[kind] = found.get(kind, Row(kind, 0, 0, 0))._replace(recomputed_bytes=nbytes)
         return sorted(found.values(), key=lambda row: (-sum(row[2:]), row.kind))
 
     @cached_property
@@ -307,11 +306,10 @@ class PlanFigures:
         return found
 
 
-def _by_kind(program: Program) -> dict[str, int]:
-    found: dict[str, int] = {}
+def _by_kind(program: Program) -> Counter[str]:
+    found = Counter[str]()
     for one in program.storages:
-        kind = kind_of(program.modules[one.module])
-        found[kind] = found.get(kind, 0) + one.nbytes
+        found[kind_of(program.modules[one.module])] += one.nbytes
     return found
 
 

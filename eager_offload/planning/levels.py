@@ -348,15 +348,12 @@ class _Rewriter:
             weights=weights,
         )
 
-    def _live(self, value: Value, begin: int, end: int) -> None:
-        self.spans.append((value.nbytes, begin, end))
-
     def _outside(self, number: int, value: Value) -> None:
         given = self.given[number]
         ends = [self._until[value.end], *(run.gone for run, _ in given)]
         new = self._movable(number, value, [*self.saves_of[number]], given, value.freed)
         if new is None:
-            self._live(value, self._from[value.made], max(ends))
+            self.spans.append((value.nbytes, self._from[value.made], max(ends)))
 
     def _inside(self, number: int, value: Value, run: _Run) -> None:
         saves = self.saves_of[number]
@@ -371,7 +368,7 @@ class _Rewriter:
         if dispatch >= 0:
             at = run.at(value.made)
             if value.nbytes < self.of.min_bytes:
-                self._live(value, value.made, max(again_end, at))
+                self.spans.append((value.nbytes, value.made, max(again_end, at)))
                 return
             new = self._movable(number, value, outer, given, freed, is_kept=True)
             if new is None:
@@ -380,11 +377,13 @@ class _Rewriter:
             new.unpack(at, again_end)
             return
         if (outer or given) and self._movable(number, value, outer, given, freed) is None:
-            self._live(value, value.made, max(self._until[value.end], *(other.gone for other, _ in given), 0))
+            self.spans.append(
+                (value.nbytes, value.made, max(self._until[value.end], *(other.gone for other, _ in given), 0))
+            )
         elif not (outer or given):
-            self._live(value, value.made, self._until[freed])
+            self.spans.append((value.nbytes, value.made, self._until[freed]))
         if value.made < stop:
-            self._live(value, run.at(value.made), again_end)
+            self.spans.append((value.nbytes, run.at(value.made), again_end))
 
     def _movable(
         self,
@@ -437,13 +436,12 @@ class _Rewriter:
             if (run := begins.get(save)) is not None:
                 call = run.call
                 for place, given in enumerate(call.inputs):
-                    nbytes = self.of.values[given.value].nbytes
-                    made = ProgramSave(given.nbytes, given.requires_grad, given.reason, -1, nbytes, call.begin)
+                    made = ProgramSave(given.nbytes, given.requires_grad, given.reason, -1, call.begin)
                     add((id(run), "input", place), id(run) if call.node < 0 else call.node, made, given.value)
                 for number, dispatch, value in run.kept:
                     nbytes = self.of.values[value].nbytes
                     reason = KeepReason.SMALL if nbytes < self.of.min_bytes else None
-                    made = ProgramSave(nbytes, False, reason, -1, nbytes, dispatch.op + 1)
+                    made = ProgramSave(nbytes, False, reason, -1, dispatch.op + 1)
                     add((id(run), "kept", value), (id(run), number), made, value)
             if save not in self.run_of_save:
                 add(save, one.node, one, self.of.saved_values[save])

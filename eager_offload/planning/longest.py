@@ -125,9 +125,6 @@ def longest(
     except TypeError as error:
         raise ConfigError(f"{of_user} is not accepted: it is to be called with a length alone ({error})") from error
     budget, machine = parse_size(device_budget, "device_budget"), device
-    #: Rows by multiple, and whether a module repeats at any length: short sequences may save nothing large enough.
-    found: dict[int, dict[str, LongestRow]] = {}
-    repeats = False
 
     def search(way: str, length: int) -> Search:
         nonlocal machine
@@ -157,40 +154,8 @@ def longest(
             error.add_note(f"eager_offload.longest met this error with a length of {length}")
             raise
 
-    def peak(way: str, number: int) -> int:
-        """Returns the lowest peak of ``way`` at the length ``number * multiple_of``."""
-        nonlocal repeats
-        if number not in found:
-            of = search(way, length := number * multiple_of)
-            none, moved = Point.least_of(of.nothing.nothing), Point.least_of(of.nothing.share(1.0))
-            repeats = repeats or of.checkpointing is not None
-            points = {"none": none, "checkpointing": of.checkpointing or none, "offload": moved}
-            least = min(points.values())
-            points["plan"] = least if least.peak_bytes <= budget else of.least()  # slow, so only if needed
-            found[number] = {name: LongestRow(name, length, *one[1:]) for name, one in points.items()}
-        return found[number][way].peak_bytes
-
-    def best(way: str) -> LongestRow:
-        if peak(way, first) > budget:
-            return found[first][way]._replace(length=0)
-        low, high, lines = first, last + 1, 0
-        while high - low > 1:
-            if known := [one for one in found if low < one < high]:  # traced for another way
-                number = known[0]
-            elif high not in found:
-                number = low * min(max(budget // peak(way, low), 2), _JUMP)
-            elif lines < _LINES:  # peaks are nearly linear in the length
-                lines += 1
-                below, above = peak(way, low), peak(way, high)
-                number = low + (budget - below) * (high - low) // (above - below)
-            else:
-                number, lines = (low + high) // 2, 0
-            number = min(max(number, low + 1), high - 1)
-            low, high = (number, high) if peak(way, number) <= budget else (low, number)
-        return found[low][way]
-
-    peak("none", first)
-    rows = [best(way) for way in [*found[first]]]
+    lengths = _Lengths(search, budget, multiple_of)
+    rows = [lengths.longest(way, first, last) for way in lengths.at("none", first)]
     # The full search may find a lower peak than the quick one above, and so fit a longer sequence.
     number = rows[-1].length // multiple_of
     while 0 < number <= last:
@@ -201,5 +166,52 @@ def longest(
         rows[-1] = LongestRow("plan", length, chosen.peak_bytes, chosen.step_seconds)
         number += 1
     assert isinstance(machine, Machine)
-    rows = [row for row in rows if repeats or row.way != "checkpointing"]
+    rows = [row for row in rows if lengths.repeats or row.way != "checkpointing"]
     return Longest(tuple(rows), budget, machine, first * multiple_of, last * multiple_of)
+
+
+class _Lengths:
+    """The rows of steps by length, in multiples of ``multiple_of``; ``search`` traces each length once for all ways."""
+
+    def __init__(self, search: Callable[[str, int], Search], budget: int, multiple_of: int) -> None:
+        self._search, self._budget, self._multiple_of = search, budget, multiple_of
+        self._found: dict[int, dict[str, LongestRow]] = {}
+        #: Whether a module repeats at any length: short sequences may save nothing large enough.
+        self.repeats = False
+
+    def at(self, way: str, number: int) -> dict[str, LongestRow]:
+        """Returns the rows of all ways with their lowest peaks; ``way`` is the one that needs them now."""
+        if number not in self._found:
+            of = self._search(way, length := number * self._multiple_of)
+            none, moved = Point.least_of(of.nothing.nothing), Point.least_of(of.nothing.share(1.0))
+            self.repeats = self.repeats or of.checkpointing is not None
+            points = {"none": none, "checkpointing": of.checkpointing or none, "offload": moved}
+            least = min(points.values())
+            points["plan"] = least if least.peak_bytes <= self._budget else of.least()  # slow, so only if needed
+            self._found[number] = {name: LongestRow(name, length, *one[1:]) for name, one in points.items()}
+        return self._found[number]
+
+    def longest(self, way: str, first: int, last: int) -> LongestRow:
+        """Returns the row of the longest sequence from ``first`` to ``last`` that fits; a length of 0 if none does."""
+
+        def peak(number: int) -> int:
+            return self.at(way, number)[way].peak_bytes
+
+        found, budget = self._found, self._budget
+        if peak(first) > budget:
+            return found[first][way]._replace(length=0)
+        low, high, lines = first, last + 1, 0
+        while high - low > 1:
+            if known := [one for one in found if low < one < high]:  # traced for another way
+                number = known[0]
+            elif high not in found:
+                number = low * min(max(budget // peak(low), 2), _JUMP)
+            elif lines < _LINES:  # peaks are nearly linear in the length
+                lines += 1
+                below, above = peak(low), peak(high)
+                number = low + (budget - below) * (high - low) // (above - below)
+            else:
+                number, lines = (low + high) // 2, 0
+            number = min(max(number, low + 1), high - 1)
+            low, high = (number, high) if peak(number) <= budget else (low, number)
+        return found[low][way]

@@ -26,7 +26,7 @@ from eager_offload.planning.figures import (
     sentences,
 )
 from eager_offload.planning.settings import PlanSettings
-from eager_offload.planning.simulate import PolicySearch, StepSimulator
+from eager_offload.planning.simulate import Candidate, Outcome, PolicySearch, StepSimulator
 from eager_offload.stats import Relief
 
 #: The stall, as a fraction of the step, that ``relief`` accepts; and the bits of precision of its budget.
@@ -151,15 +151,14 @@ class Plan(PlanFigures, PlanSettings):
         """Returns steps of decisions that ignore the budget, for comparison."""
         candidates = self._candidates
         every_second = tuple(number % 2 == 0 for number in range(len(self.problem.program.storages)))
-        chosen = {
-            "nothing moves": candidates.nothing.outcome,
+        chosen: dict[str, Candidate | Outcome | Point] = {
+            "nothing moves": candidates.nothing,
             "every second storage moves": candidates.of(every_second),
-            "all that may moves": candidates.share(1.0).outcome,
+            "all that may moves": candidates.share(1.0),
         }
-        ways = [FixedWay(name, one.peak_bytes, one.step_seconds) for name, one in chosen.items()]
         if self.checkpointing is not None:
-            ways.append(FixedWay("checkpointing", self.checkpointing.peak_bytes, self.checkpointing.step_seconds))
-        return ways
+            chosen["checkpointing"] = self.checkpointing
+        return [FixedWay(name, one.peak_bytes, one.step_seconds) for name, one in chosen.items()]
 
     def figure(self) -> Any:
         """Returns a ``plotly.graph_objects.Figure``: live bytes over time, step time by budget, bytes by module.

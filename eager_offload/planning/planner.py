@@ -27,7 +27,8 @@ from eager_offload.errors import ConfigError, PlanError
 from eager_offload.planning import OF_TORCHSCRIPT, POLICIES
 from eager_offload.planning.figures import Again, Point
 from eager_offload.planning.levels import Kept, Mixture, Recording, levels_of, mixtures, with_recompute
-from eager_offload.planning.machine import TABLE, Machine, here
+from eager_offload.planning.machine import TABLE, Machine
+from eager_offload.planning.measuring import here
 from eager_offload.planning.plan import Plan
 from eager_offload.planning.program import Problem, Program, floor_seconds, kind_of, modules_around
 from eager_offload.planning.sharding import (
@@ -193,10 +194,8 @@ def request_of(
     if optimizer_bytes is not None:
         states = States("optimizer", parse_size(optimizer_bytes, "optimizer_bytes"))
     elif optimizer is not None:
-        meshes: dict[Tensor, Mesh | None] = {}
-        if isinstance(loss, nn.Module):
-            meshes.update((one, None) for one in loss.parameters())
-        meshes.update((one, sizes) for one in model.parameters())
+        of_loss = loss.parameters() if isinstance(loss, nn.Module) else ()
+        meshes: dict[Tensor, Mesh | None] = {**dict.fromkeys(of_loss), **dict.fromkeys(model.parameters(), sizes)}
         states = states_of(optimizer, [*meshes], lambda one: shape_on(one, meshes.get(one)))
     machine: Machine | None = device if isinstance(device, Machine) else TABLE.get(str(device))
     if device == _HERE:

@@ -41,13 +41,10 @@ class ProgramSave(NamedTuple):
     """Why it is always kept; ``None`` if it may move."""
     storage: int
     """Index of its storage among the movable ones; -1 if it cannot move."""
-    storage_nbytes: int = 0
     op: int = 0
     """The next operator."""
     node: int = 0
     """Index of the autograd node that saves it; all saves of one operator share it."""
-    is_alive: bool = False
-    """Whether the program still holds all of its storage at unpack, so that offloading it frees nothing."""
 
 
 class ProgramUnpack(NamedTuple):
@@ -195,15 +192,12 @@ class Problem:
             self.ahead,
         )
 
-    @property
-    def stored_bytes(self) -> list[int]:
-        """Live bytes of the movable storages at each operator, if none moves."""
-        storages = self.program.storages
-        return live_bytes(len(self.op_seconds), [(one.nbytes, one.made, one.dropped) for one in storages])
-
     @cached_property
     def unmoved_peak(self) -> int:
-        return max(map(add, self.program.other_bytes, self.stored_bytes), default=0)
+        stored = live_bytes(
+            len(self.op_seconds), [(one.nbytes, one.made, one.dropped) for one in self.program.storages]
+        )
+        return max(map(add, self.program.other_bytes, stored), default=0)
 
     @property
     def compute_seconds(self) -> float:

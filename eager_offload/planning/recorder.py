@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +38,8 @@ from eager_offload.torch_private.inductor import FakeTensorMode
 from eager_offload.torch_private.memory import (
     detached,
     is_fake,
-    storage_key,
     storage_of,
     tensors_in,
-    weak_storage,
 )
 
 #: Most bytes of a tensor with known values; larger tensors are fake.
@@ -85,8 +84,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._weights: list[Weight] = []
         #: Above 0 inside of an operator or the recorder itself, whose operators are not counted.
         self._depth = 0
-        #: Storages whose known values a fake tensor has overwritten, by key; weak, because keys are reused.
-        self._stale: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
+        #: Storages whose known values a fake tensor has overwritten.
+        self._stale = WeakSet[torch.UntypedStorage]()
         self._held: list[Tensor] = []
 
     def add_given(self, tensor: Tensor) -> None:
@@ -266,15 +265,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             return _computed(func, args, named)
         if schema_of(func).is_mutable:
             storages = (storage_of(one) for one in tensors if not is_fake(type(one)))
-            self._stale.update((storage_key(one), weak_storage(one)) for one in storages if one is not None)
+            self._stale.update(one for one in storages if one is not None)
         return result
 
     def _has_numbers(self, tensor: Tensor) -> bool:
-        if is_fake(type(tensor)):
-            return False
-        storage = storage_of(tensor)
-        stale = None if storage is None else self._stale.get(storage_key(storage))
-        return stale is None or stale() is None
+        return not is_fake(type(tensor)) and storage_of(tensor) not in self._stale
 
     def pack(self, tensor: Tensor) -> _Handle:
         with self.unseen():
@@ -293,26 +288,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if reason is None and (mark is marks.Mark.KEEP or in_region):
             reason = KeepReason.MARKED if mark is marks.Mark.KEEP else KeepReason.REGION
         if mark is not None or in_region:
-            self._calls.decided(len(self._saves))
-        if mark is not None and (marked := self.blocks.of(tensor)) is not None:
-            marked.mark = mark  # also for earlier saves, since no copy of those has started
-        block = None
-        if (of := self.blocks.of(tensor)) is not None and of.is_guess:
+            self._calls.decided.append(len(self._saves))
+        block, known = None, self.blocks.of(tensor)
+        if mark is not None and known is not None:
+            known.mark = mark  # also for earlier saves, since no copy of those has started
+        if known is not None and known.is_guess:
             reason = KeepReason.LAYOUT  # its size is only known in a real step
         if reason is None or reason is KeepReason.SMALL:
-            is_outside = self.blocks.lacks(tensor)
             block = self.blocks.add(tensor, op, self._inside[-1])
-            if block is not None and is_outside:
+            if block is not None and known is None:
                 block.is_outside = True
         if reason is None and (block is None or block.nbytes % tensor.itemsize or tensor.is_conj() or tensor.is_neg()):
             reason = KeepReason.LAYOUT
         goes_along = reason is KeepReason.SMALL and block is not None and block.saved is not None and tensor.numel() > 0
         number, stays = len(self._saves), None if goes_along else reason
-        nbytes, is_apart = logical_bytes(tensor), block is None and reason is KeepReason.LAYOUT
-        whole = nbytes if storage is None or is_apart else storage.nbytes()
         self._nodes.setdefault(autograd_sequence(), len(self._nodes))
         node = self._nodes[autograd_sequence()]
-        save = ProgramSave(nbytes, tensor.requires_grad, stays, -1, whole, op, node)
+        save = ProgramSave(logical_bytes(tensor), tensor.requires_grad, stays, -1, op, node)
         if block is None or not (goes_along or reason is None):
             self._saves.append((save, block, None))
             with _as_it_is(tensor):
@@ -344,28 +336,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
                 return whole.as_strided(*place)
 
     def recording(self) -> Recording:
-        self.blocks.note_deaths(len(self._ops))
-        numbers, storages, other_bytes = self.blocks.result(len(self._ops))
-        saves = [save for save, _, _ in self._saves]
-        for at, (save, block, use) in enumerate(self._saves):
-            number = -1 if block is None else numbers.get(block, -1)
-            # Its graph was dropped before another one saved the block.
-            is_dropped = number >= 0 and use is not None and not use.is_unpacked
-            if save.reason is None and block is not None and not is_dropped:
-                is_alive = number < 0 and block.unpacked_at is not None and None in block.moved
-                saves[at] = save._replace(storage=number, is_alive=is_alive)
-        ops, unpacks = tuple(self._ops), tuple(self._unpacks)
-        noted = tuple(self._calls.repeatable()), tuple(sorted(self._guessed)), tuple(self._weights)
-        made = tuple(saves), unpacks, storages, other_bytes
-        program = Program(tuple(self._modules), ops, self._forward_ops, *made, *noted)
-        values = tuple(self.blocks.values(len(ops), numbers))
+        blocks, calls = self.blocks, {self._modules[call.module]: call for call in self._calls.repeatable()}
+        blocks.note_deaths(len(self._ops))
+        numbers, storages, values, other_bytes = blocks.result(len(self._ops))
+        saves = [  # a graph of which no handle was unpacked was dropped before another one saved the block
+            save._replace(storage=numbers.get(block, -1)) if block is not None and use and use.is_unpacked else save
+            for save, block, use in self._saves
+        ]
+        program = Program(
+            tuple(self._modules),
+            tuple(self._ops),
+            self._forward_ops,
+            tuple(saves),
+            tuple(self._unpacks),
+            storages,
+            other_bytes,
+            tuple(call.module for call in calls.values()),
+            tuple(sorted(self._guessed)),
+            tuple(self._weights),
+        )
         saved = tuple(-1 if block is None else block.number for _, block, _ in self._saves)
         written = self._calls.written
         dispatches = tuple(
-            one._replace(may_stay=False) if written.intersection(self.blocks.all[one.first : one.last]) else one
+            one._replace(may_stay=False) if written.intersection(blocks.all[one.first : one.last]) else one
             for one in self._dispatches
         )
-        calls = {self._modules[call.module]: call for call in self._calls.of(noted[0])}
         return Recording(program, self.min_bytes, values, saved, calls, dispatches)
 
 

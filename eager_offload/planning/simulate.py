@@ -443,11 +443,8 @@ class PolicySearch:
 
     @cached_property
     def least(self) -> Candidate:
-        return min(self._eighths, key=lambda one: (one.peak_bytes, one.step_seconds))
-
-    @cached_property
-    def _eighths(self) -> list[Candidate]:
-        return [part(eighth) for part in self._for_budgets for eighth in _EIGHTHS]
+        tried = [part(eighth) for part in self._for_budgets for eighth in _EIGHTHS]
+        return min(tried, key=lambda one: (one.peak_bytes, one.step_seconds))
 
     def share(self, fraction: float) -> Candidate:
         """Returns the candidate for ``fraction``, with the first window."""

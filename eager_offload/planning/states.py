@@ -84,8 +84,7 @@ def _of_instance(
         raise ConfigError(
             f"optimizer={kind.__name__} is not accepted, since it wraps another one: give that, or optimizer_bytes"
         )
-    there = [one for held_one in held for one in tree_iter([*optimizer.state.get(held_one, {}).values()])]
-    nbytes = sum(logical_bytes(one) for one in there if isinstance(one, Tensor) and one.dim())
+    nbytes = _bytes_of(optimizer.state.get(one, {}) for one in held)
     with _trying(kind.__name__):
         groups = []
         for group in optimizer.param_groups:
@@ -118,12 +117,12 @@ def _step(trial: Optimizer) -> int:
         step = step.__wrapped__  # type: ignore[attr-defined]  # functools.wraps
     with torch.no_grad():
         step(trial)
-    return sum(
-        one.nbytes
-        for state in trial.state.values()
-        for one in tree_iter([*state.values()])
-        if isinstance(one, Tensor) and one.dim()
-    )
+    return _bytes_of(trial.state.values())
+
+
+def _bytes_of(states: Iterable[Mapping[str, Any]]) -> int:
+    tensors = (one for state in states for one in tree_iter([*state.values()]) if isinstance(one, Tensor))
+    return sum(logical_bytes(one) for one in tensors if one.dim())
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it

@@ -32,9 +32,8 @@ from eager_offload.core.modules import MatchedModules, own_loss
 from eager_offload.eager.checkpointing import Saver, saving_with
 from eager_offload.errors import PlanError
 from eager_offload.planning import OF_TORCHSCRIPT
-from eager_offload.planning.apply import checkpointed
 from eager_offload.planning.blocks import Blocks
-from eager_offload.planning.levels import Kept, Recording
+from eager_offload.planning.levels import Recording
 from eager_offload.planning.numbers import CACHE, by_itself, caches_apart, numbers_of_its_own
 from eager_offload.planning.recorder import Recorder, is_of_fakes
 from eager_offload.planning.stand_ins import StandIns, are_on, tracing, values_in
@@ -43,7 +42,7 @@ from eager_offload.torch_private.calls import without_torch_function
 from eager_offload.torch_private.inductor import FakeTensorMode
 from eager_offload.torch_private.memory import tree_iter
 
-_NOTHING: Mapping[str, Sequence[Any]] = {}
+_NO_PATTERNS: Mapping[str, Sequence[str]] = {}
 #: Modules of torch whose NotImplementedError or AssertionError is about an operator, and not the model's own.
 _OPERATORS = ("torch.nn.attention", "torch._ops", "torch._higher_order_ops")
 
@@ -54,8 +53,7 @@ def record(
     loss: Callable[[Any], Tensor] | None = None,
     *,
     min_bytes: int,
-    patterns: Mapping[str, Sequence[str]] = _NOTHING,
-    again: Mapping[str, Sequence[Kept]] = _NOTHING,
+    patterns: Mapping[str, Sequence[str]] = _NO_PATTERNS,
     target: str = CPU,
 ) -> Recording:
     """Returns the recording of one training step of ``model``.
@@ -66,7 +64,6 @@ def record(
         loss: maps the model's result to the loss; ``None``: the result itself, or its ``loss``.
         min_bytes: smaller saved tensors are kept.
         patterns: ``skip`` and ``only`` of the configuration.
-        again: the recomputed modules by name, and the results that each keeps, as in :meth:`Plan.apply`.
         target: the device type whose kernels are recorded: ``"cpu"`` or ``"cuda"``; an accelerator of the process takes
             the place of ``"cuda"``.
 
@@ -103,16 +100,11 @@ def record(
                 matched.add(traced, patterns)
             try:
                 with tracing(recorder), stand_ins, TargetKernels() if is_guess else nullcontext():
-                    _run_step(recorder, traced, given, made_loss, again)
+                    _run_step(recorder, traced, given, made_loss)
             except PlanError:
                 raise
             except Exception as error:
-                if (said := _lacks(error)) is not None:
-                    raise PlanError(f"{recorder.where} {said}") from error
-                if "TorchScript interpreter" in str(error):
-                    raise PlanError(f"{recorder.where} calls code of {OF_TORCHSCRIPT}") from error
-                if isinstance(error, RuntimeError | TypeError) and is_of_fakes(error):
-                    raise recorder.error(f"asks for the numbers of a tensor ({error})") from error
+                _refuse(error, recorder)
                 error.add_note(
                     f"eager_offload.plan met this error in {recorder.where}, while it traced a step of a copy of the "
                     "model"
@@ -125,19 +117,21 @@ def record(
         return copy_context().run(traced_step)  # in a copy, so that context variables the step sets are dropped
 
 
-def _lacks(error: Exception) -> str | None:
-    """Returns the message for an operator that cannot be traced (e.g. FlexAttention); ``None`` for other errors."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    raised = "" if last is None else str(last.tb_frame.f_globals.get("__name__"))
-    if not isinstance(error, NotImplementedError | AssertionError) or not raised.startswith(_OPERATORS):
-        return None
-    return (
-        f"calls an operator that cannot be traced ({error}). Plan with another attention in its place, such as "
-        "torch.nn.functional.scaled_dot_product_attention, which saves tensors of the same sizes, or train without a "
-        "plan: Offload(device_budget=...) measures the first steps and moves the fewest bytes that keep the budget"
-    )
+def _refuse(error: Exception, recorder: Recorder) -> None:
+    """Raises a ``PlanError`` if ``error`` is about something that cannot be traced, and is not the model's own."""
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    raised = str(last.f_globals.get("__name__"))
+    if isinstance(error, NotImplementedError | AssertionError) and raised.startswith(_OPERATORS):
+        raise PlanError(
+            f"{recorder.where} calls an operator that cannot be traced ({error}). Plan with another attention in its "
+            "place, such as torch.nn.functional.scaled_dot_product_attention, which saves tensors of the same sizes, "
+            "or train without a plan: Offload(device_budget=...) measures the first steps and moves the fewest bytes "
+            "that keep the budget"
+        ) from error
+    if "TorchScript interpreter" in str(error):
+        raise PlanError(f"{recorder.where} calls code of {OF_TORCHSCRIPT}") from error
+    if isinstance(error, RuntimeError | TypeError) and is_of_fakes(error):
+        raise recorder.error(f"asks for the numbers of a tensor ({error})") from error
 
 
 @contextmanager
@@ -155,18 +149,11 @@ def _logging_no_traceback() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
-def _run_step(
-    recorder: Recorder,
-    model: nn.Module,
-    inputs: Any,
-    loss: Callable[[Any], Tensor] | None,
-    again: Mapping[str, Sequence[Kept]] = _NOTHING,
-) -> None:
+def _run_step(recorder: Recorder, model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None) -> None:
     with recorder.watching(model), recorder:
         with (
             torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
             saving_with(Saver(recorder.pack, recorder.unpack, recorder.min_bytes)),
-            checkpointed(model, again),
         ):
             total = loss_of_step(model, inputs, loss)
         recorder.begin_backward(total)

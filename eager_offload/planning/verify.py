@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from eager_offload.core.selection import inner_values
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.torch_private.autograd import autograd_sequence, node_sequence, top_hooks
@@ -308,8 +309,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if is_wrapper(tensor):
         if is_collective(tensor):
             return []
-        inner, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [part for name in inner for part in _parts(getattr(tensor, name))]
+        return [part for inner in inner_values(tensor) for part in _parts(inner)]
     if not has_own_memory(type(tensor)) or is_fake(type(tensor)) or tensor.device.type == "meta":
         return []
     storage = None if tensor.is_quantized or not tensor.numel() else storage_of(tensor)

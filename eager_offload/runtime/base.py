@@ -354,5 +354,5 @@ class Runtime(abc.ABC):
     def measure_link(self, device: torch.device) -> LinkRates:
         """Measures the link between ``device`` and host memory; the host waits.
 
-        Callers use ``machine.link_of``, which measures once.
+        Callers use ``measuring.link_of``, which measures once.
         """

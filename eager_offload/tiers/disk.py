@@ -291,7 +291,7 @@ class DiskTier(Cutter, Tier):
         return self._file is not None and self._file.memory_alignment is not None
 
     def measure(self) -> LinkRates:
-        """Measures the rates of single transfers through the tier. ``machine.disk_link`` caches the result.
+        """Measures the rates of single transfers through the tier. ``measuring.disk_link`` caches the result.
 
         Raises:
             CapacityError: the tier has no room for the test.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections import namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
 import torch
@@ -333,6 +334,65 @@ def test_h76_a_function_that_reaches_its_model_reaches_the_copy(how: str, where:
 def test_h76_a_plan_by_hooks_that_close_over_their_model_is_followed(tmp_path: Path) -> None:
     x = torch.randn(512, 64)
     trained(planned(noted("list", "hook"), x), noted("list", "hook"), x, tmp_path, 1)
+
+
+def _ones(keys: list[Any]) -> dict[Any, int]:
+    return dict.fromkeys(keys, 1)
+
+
+def _same(one: Any) -> Any:
+    return one
+
+
+def _weight(one: Any) -> Any:
+    return getattr(one, "weight", one)
+
+
+#: By what a hook finds out which module has called it: the container, and the key of a module in it.
+LOOKED_UP: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any], Any]]] = {
+    "dict": (_ones, _same),
+    "ordered": (lambda keys: OrderedDict(_ones(keys)), _same),
+    "default": (lambda keys: defaultdict(int, _ones(keys)), _same),
+    "counter": (Counter, _same),
+    "weak dict": (lambda keys: WeakKeyDictionary(_ones(keys)), _same),
+    "weak set": (WeakSet, _same),
+    "set": (set, _same),
+    "tuples": (set, lambda one: ("a", one)),
+    "parameters": (_ones, _weight),
+    "ids": (_ones, id),
+    "set of ids": (set, id),
+    "ids of parameters": (list, lambda one: id(_weight(one))),
+}
+WANTED: Any = None
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [*((kind, "closure") for kind in LOOKED_UP)]
+    + [(kind, where) for kind in ("weak dict", "tuples", "ids") for where in ("global", "object")],
+)
+def test_h76_modules_that_a_hook_looks_up_are_those_of_the_copy(kind: str, where: str) -> None:
+    global WANTED
+    model, kept = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)), list[Tensor]()
+    make, of = LOOKED_UP[kind]
+    wanted = make([of(model[2]), of(model[0])])
+    before = [*wanted]
+    WANTED, holder = wanted, SimpleNamespace(wanted=wanted)
+    hooks: dict[str, Callable[..., None]] = {
+        "closure": lambda module, given, made: kept.append(made.sin().exp()) if of(module) in wanted else None,
+        "global": lambda module, given, made: kept.append(made.sin().exp()) if of(module) in WANTED else None,
+        "object": lambda module, given, made: kept.append(made.sin().exp()) if of(module) in holder.wanted else None,
+    }
+
+    def loss(made: Tensor) -> Tensor:
+        assert len(kept) == 2
+        return made.mean() + kept[0].mean() + kept[1].mean()
+
+    for module in model:
+        module.register_forward_hook(hooks[where])
+    assert planned(model, torch.randn(64, 64), loss=loss).moved_bytes > 0
+    assert [*wanted] == before, "what is the user's stays"
+    assert kept == []
 
 
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])

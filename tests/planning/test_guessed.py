@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import eager_offload as eo
 from tests.planning.programs import CONFIG
 
-pytestmark = pytest.mark.usefixtures("one_thread", "fast_link")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def body() -> nn.Sequential:

@@ -8,7 +8,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -37,7 +37,7 @@ from eager_offload.planning.trace import record
 from tests.hazards.backends import Backend, DiskBackend
 from tests.hazards.programs import assert_identical, same_gradients
 from tests.matrix import Place, Way, makes_sense
-from tests.planning.programs import CONFIG, Linears, Net, Operators, Stack, gradients, slow, wide
+from tests.planning.programs import CONFIG, Linears, Net, Operators, gradients, slow, wide
 from tests.programs import Flag, Run, corpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -150,7 +150,6 @@ def mask() -> Tensor:
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "stack": wide,
-    "deep": lambda: (Stack(5, 32, 2, 2, 96), wide()[1]),
     "frozen": frozen,
     "linears": lambda: (Net(Linears, count=3), rows()),
     "shaky": lambda: (Net(Shaky, count=3), rows()),
@@ -162,6 +161,19 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }
 
 
+class Again(nn.Module):
+    """Has checkpoints around modules of another one."""
+
+    def __init__(self, model: nn.Module, kept: dict[str, Any]) -> None:
+        super().__init__()
+        self.model, self.kept = model, kept
+
+    def forward(self, x: Tensor) -> Any:
+        with checkpointed(self.model, self.kept):
+            return self.model(x)
+
+
+@cache
 def recorded(name: str) -> tuple[nn.Module, Tensor, Recording, list[Mixture]]:
     torch.manual_seed(0)
     model, x = MODELS[name]()
@@ -178,8 +190,8 @@ def kept_by(recording: Recording, mixture: Mixture) -> dict[str, Any]:
 
 
 def tried(found: list[Mixture]) -> list[Mixture]:
-    """All levels, and a few of two that alternate."""
-    return [*found[1:9], *found[9::13]]
+    """Every second level, and a few of two that alternate."""
+    return [*found[1:9:2], *found[9::26]]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -196,7 +208,7 @@ def test_the_step_of_a_level_is_what_a_trace_of_the_model_with_its_checkpoints_f
     assert len(with_recompute(recording, found[-1]).ops) > len(recording.program.ops)
     for mixture in tried(found):
         made = with_recompute(recording, mixture)
-        again = record(model, x, min_bytes=1024, again=kept_by(recording, mixture)).program
+        again = record(Again(model, kept_by(recording, mixture)), x, min_bytes=1024).program
         assert Counter(op.name for op in made.ops) == Counter(op.name for op in again.ops)
         for part in (0.0, 0.5, 1.0):
             (seconds, peak), (traced_seconds, traced_peak) = outcome(made, part), outcome(again, part)
@@ -239,18 +251,7 @@ def test_what_is_dearer_than_a_price_is_kept_and_nothing_that_draws_or_is_writte
     assert all(recording.dispatches[number].op < stop for level in levels[1:] for number in level[names[0]])
 
 
-def test_two_levels_alternate_evenly() -> None:
-    names = [str(number) for number in range(8)]
-    found = mixtures(names, [{}, dict.fromkeys(names, frozenset())])
-    assert [sorted(map(int, one)) for one in found] == [
-        [],
-        [*range(8)],
-        [3, 7],
-        [1, 3, 5, 7],
-        [1, 2, 3, 5, 6, 7],
-    ]
-
-
+@cache
 def plan_of_levels(**rates: float) -> eo.Plan:
     torch.manual_seed(0)
     machine = slow(**{"out": 2e6, "back": 2e6, "memory": 1e11, "single_flops": 1e9, "flops": 1e9, **rates})

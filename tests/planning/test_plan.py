@@ -13,14 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 import eager_offload as eo
+from eager_offload.__main__ import main
 from eager_offload.compile.decide import OperatorCall, flops_of
 from eager_offload.planning.machine import TABLE
-from tests.planning.programs import CONFIG, planned, slow
+from tests.planning.programs import CONFIG, budget_of, planned, simulated, slow, wide
+from tests.simulation.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+KIB = 1 << 10
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +165,47 @@ def test_a_plan_prints_as_a_table(everything_fits: eo.Plan) -> None:
     assert repr(everything_fits).startswith("<Plan of Stack on slow: fits, ")
 
 
+# -- a budget of the tier ----------------------------------------------------------------------------------------------
+
+
+def test_what_finds_no_room_stays_and_training_keeps_to_it() -> None:
+    free = planned(policy="max")
+    assert free.host_budget is None
+    assert planned(policy="max", host_budget="auto").host_budget is None
+    budget = free.host_bytes // 2
+    plan = planned(policy="max", host_budget=budget)
+    assert 0.7 * budget < plan.host_bytes <= budget == plan.host_budget == plan.config.host_budget
+    assert plan.moved_bytes < free.moved_bytes
+    assert plan.moved_bytes + plan.kept_bytes == free.moved_bytes + free.kept_bytes
+    assert plan.least_budget > free.least_budget, "what has no room in the tier has to have it on the device"
+    assert plan.peak_bytes > free.peak_bytes
+    with pytest.warns(RuntimeWarning, match="no room for"):
+        steps, stats = simulated(Stage(slow()), plan, *wide(), 3)
+    for step in steps[1:]:
+        assert plan.peak_bytes == pytest.approx(step.peak_bytes, rel=0.05)
+    assert 0 < stats.host_bytes_peak <= budget
+
+
+def test_modules_that_are_computed_again_make_room() -> None:
+    plan = planned(device_budget=budget_of(slow(), wide, 1 / 8), recompute=True, host_budget="64KiB")
+    assert plan.host_bytes <= 64 * KIB
+    assert plan.again
+
+
+def test_it_is_among_the_settings_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**CONFIG, "host_budget": "512KiB"}
+    plan = planned(policy="max", config=config)
+    assert plan.host_budget == 512 * KIB
+    assert f"in the tier: {plan.host_bytes / KIB:.1f} KiB of at most 512.0 KiB" in str(plan)
+    assert planned(host_budget="1MiB", config=config).host_budget == 1 << 20, "what is given here comes first"
+    for offload in (eo.Offload(plan=plan), eo.Offload(plan=plan, config={"verify": True})):
+        assert offload.config.host_budget == 512 * KIB
+    model_of = "tests.planning.models_of_a_user:two_blocks"
+    assert main(["plan", model_of, "--device", "a100", "--policy", "max", "--host-budget", "1GiB"]) == 0
+    assert "of at most 1.0 GiB" in capsys.readouterr().out
+    assert "in the tier" not in str(planned())
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -194,7 +239,7 @@ def _set(*path: Any, to: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_set("format", to=7), "format 7 instead of 6"),
+        (_set("format", to=6), "format 6 instead of 7"),
         (_set("digest", to=None), "not as it was written"),
         (_set("plan", "policy", to="most"), "not as it was written"),
         (_set("plan", "device_budget", to=10**400), "not as it was written"),
@@ -235,6 +280,23 @@ def test_a_file_that_is_no_plan_or_that_something_has_changed_is_an_error(
         ({"config": {"device_budget": "20"}}, "device_budget='20' is not accepted, since that is 20 bytes"),
         ({"optimizer_bytes": -1}, "optimizer_bytes=-1 is not accepted"),
         *(({"host_budget": one}, f"host_budget={one!r} is not accepted") for one in (-1, 0, "much", 1.5, True)),
+        *(({"accumulation": one}, f"accumulation={one!r} is not accepted") for one in (0, -1, 1.5, True, "2", None)),
+        *(
+            ({"mesh": one}, f"mesh={one!r} is not accepted: mesh takes the sizes of a device mesh, such as (8,)")
+            for one in (8, "8", (), (0,), (-8,), (8.0,), (True,), (2, 2, 2), {}, {"ep": 2}, {"tp": 0})
+        ),
+        (
+            {"optimizer": 5},
+            "optimizer=5 is not accepted: optimizer takes a class such as torch.optim.AdamW, an instance",
+        ),
+        ({"optimizer": "AdamW"}, "optimizer='AdamW' is not accepted"),
+        ({"optimizer": len}, "optimizer=len is not accepted: it returns a int"),
+        ({"optimizer": optim.LBFGS}, "its states were not found by a step on tensors without bytes"),
+        ({"optimizer": optim.Muon}, "Muon only supports 2D parameters"),
+        (
+            {"optimizer": optim.AdamW([nn.Parameter(torch.ones(1))])},
+            "optimizer=AdamW is not accepted: it has no parameter",
+        ),
         ({"loss": 5}, "loss=5 is not accepted"),
         ({"recompute": "no"}, "recompute='no' is not accepted"),
         ({"recompute": True, "policy": "free"}, "recompute=True is not accepted with policy='free'"),

@@ -146,32 +146,9 @@ class Wraps(Optimizer):
         self.inside.step()
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "said"),
-    [
-        (5, "optimizer=5 is not accepted: optimizer takes a class such as torch.optim.AdamW, an instance"),
-        ("AdamW", "optimizer='AdamW' is not accepted"),
-        (len, "optimizer=len is not accepted: it returns a int"),
-        (optim.LBFGS, "optimizer=LBFGS is not accepted: its states were not found by a step on tensors without bytes"),
-        (optim.Muon, "Muon only supports 2D parameters"),
-        (optim.AdamW([nn.Parameter(torch.ones(1))]), "optimizer=AdamW is not accepted: it has no parameter of this"),
-    ],
-)
-def test_an_optimizer_that_cannot_be_tried_is_an_error_that_says_what_to_give(optimizer: Any, said: str) -> None:
-    with pytest.raises(eo.ConfigError) as caught:
-        planned(layers, optimizer=optimizer)
-    assert said in str(caught.value)
-
-
 def test_an_optimizer_that_wraps_another_one_is_not_stepped() -> None:
     model, x = layers()
     inside = optim.AdamW(model.parameters())
     with pytest.raises(eo.ConfigError, match="since it wraps another one: give that, or optimizer_bytes"):
         planned(lambda: (model, x), optimizer=Wraps(inside))
     assert not inside.state
-
-
-@pytest.mark.parametrize("accumulation", [0, -1, 1.5, True, "2", None])
-def test_backwards_to_a_step_are_a_whole_number(accumulation: Any) -> None:
-    with pytest.raises(eo.ConfigError, match=f"accumulation={accumulation!r} is not accepted"):
-        planned(layers, accumulation=accumulation)
