@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from eager_offload.kernels import CapabilityError, Kernel, LaunchSpec, Scalar, Signature, TensorSpec, as_torch_kernel
 from eager_offload.kernels import kernel as home
+from eager_offload.kernels.kernel import kept
 from tests.threads import collect
 
 SPEC = LaunchSpec((1, 1, 1), (32, 1, 1))
@@ -166,6 +168,24 @@ def test_what_the_caller_has_set_changes_no_bit(impl: str) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(product(a, b), expected)
+
+
+def test_threads_that_call_a_new_kernel_at_once_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, results = list[str](), list[Tensor]()
+
+    def counting(text: str, compile_it: Any) -> Any:
+        made.append(text)
+        return kept(text, compile_it)
+
+    monkeypatch.setattr("eager_offload.kernels.kernel.kept", counting)
+    kernel = kernel_of(lambda x, y: y.copy_(x * 2))
+    threads = [threading.Thread(target=lambda: results.append(kernel(torch.ones(8)))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [one.tolist() for one in results] == [[2.0] * 8] * 3
+    assert len(made) == 1
 
 
 def test_where_nothing_compiles_auto_says_so_once_and_computes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
