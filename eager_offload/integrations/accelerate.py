@@ -157,9 +157,8 @@ class OffloadPlugin:
         self.offload.skip_in(model)
         first = self._first if is_first else None  # further models follow the plan of the first
         if first is not None:
-            first.refuse_checkpointing(model)
-            first.optimizers = getattr(accelerator, "_optimizers", ())  # private: 1.10 to 1.15
-            first.accumulation = accelerator.gradient_accumulation_steps
+            optimizers = getattr(accelerator, "_optimizers", ())  # private: 1.10 to 1.15
+            first.prepare(model, optimizers, accelerator.gradient_accumulation_steps)
         if example is not None:
             if first is None or not model.training:
                 raise ConfigError(

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import update_wrapper
 from typing import Any, TypeAlias
 
 import torch
@@ -289,3 +290,22 @@ def around_step(offload: Offload, first: FirstBatch | None) -> AbstractContextMa
         return offload
     first.count_step()
     return offload if first.is_planned else offload_modules(offload, first=first)
+
+
+class InContext:
+    """A method that runs in a context. A copy or a pickle contains only the method, without the context."""
+
+    def __init__(self, method: Callable[..., Any], context: Callable[[], AbstractContextManager[object]]) -> None:
+        self._method, self.context = method, context
+        update_wrapper(self, method)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        with self.context():
+            return self._method(*arguments, **named)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
+        return _same, (self._method,)  # a bound method: its copy is bound to the copy of its object
+
+
+def _same(method: Callable[..., Any]) -> Callable[..., Any]:
+    return method

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ from eager_offload import ConfigError, Offload, OffloadConfig, PlanError, contex
 from eager_offload.config import size_text
 from eager_offload.core.modules import modules_by_name, own_loss
 from eager_offload.errors import warn
-from eager_offload.tiers.limits import rank
+from eager_offload.integrations.metrics import say
 from eager_offload.torch_private import Patch
 from eager_offload.torch_private.fsdp import wrapped_modules
 from eager_offload.torch_private.memory import tree_iter
@@ -158,7 +157,7 @@ class FirstBatch:
             ConfigError: if ``module`` is checkpointed already.
             PlanError: if the step cannot be planned.
         """
-        self.refuse_checkpointing(module)
+        self._refuse_checkpointing(module)
         model = modules_by_name(module)[""]
         names, own = [*modules_by_name(model)], {id(one) for one in model.parameters()}
         patterns = {
@@ -191,7 +190,7 @@ class FirstBatch:
         self._applied, self._calls, self.optimizers = ExitStack(), 0, ()
         self._applied.enter_context(found.apply(model))
         self._planned = weakref.ref(model)
-        _say(str(found).splitlines()[0])
+        say(str(found).splitlines()[0])
         if not found.fits:
             warn(
                 f"device_budget={size_text(found.device_budget)} is too little for this model and batch by the plan, "
@@ -199,8 +198,12 @@ class FirstBatch:
                 f"{size_text(found.peak_bytes)}"
             )
 
-    def refuse_checkpointing(self, model: nn.Module) -> None:
-        """Raises ``ConfigError`` if a framework checkpoints modules of ``model``."""
+    def prepare(self, model: nn.Module, optimizers: Collection[Any], accumulation: int) -> None:
+        """Notes how ``model`` is trained. Raises ``ConfigError`` if a framework checkpoints modules of it."""
+        self._refuse_checkpointing(model)
+        self.optimizers, self.accumulation = optimizers, accumulation
+
+    def _refuse_checkpointing(self, model: nn.Module) -> None:
         names = wrapped_modules(model, "CheckpointWrapper")
         names += [name for name, one in model.named_modules() if vars(one).get("gradient_checkpointing") is True]
         if names:
@@ -227,16 +230,11 @@ class FirstBatch:
 
     def _tell(self) -> None:
         if (said := self._offload.stats().plan) is not None:
-            _say(f"the plan said {said}")
+            say(f"the plan said {said}")
 
 
 def _trained(parameters: Iterable[Tensor]) -> dict[int, int]:
     return {id(one): one.numel() for one in parameters if one.requires_grad and not is_lazy(one)}
-
-
-def _say(line: str) -> None:
-    if rank() == 0:
-        print(f"eager_offload: {line}", file=sys.stderr)
 
 
 def _loss_of(returned: Any) -> Any:

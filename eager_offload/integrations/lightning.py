@@ -16,15 +16,21 @@ earlier callback can prevent either call. ``setup`` therefore first removes patc
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any, Unpack
 
 from eager_offload import ConfigError, Offload
 from eager_offload.config import OffloadFields
 from eager_offload.errors import tell
-from eager_offload.integrations.calls import Given, around_step, missing, offload_from, warn_of_hiding_wrappers
+from eager_offload.integrations.calls import (
+    Given,
+    InContext,
+    around_step,
+    missing,
+    offload_from,
+    warn_of_hiding_wrappers,
+)
 from eager_offload.integrations.first_batch import FirstBatch
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 from eager_offload.tiers import limits
@@ -98,10 +104,9 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         self._first = FirstBatch.wanted(recompute, config, self.offload, _SWITCH)
         self._closes = not isinstance(config, Offload)
         self._log_metrics = log_metrics
-        OffloadMetrics(self.offload, log_metrics)  # raises now if log_metrics is not accepted
+        self._metrics = OffloadMetrics(self.offload, log_metrics)
         self._trace = StepTrace(self.offload, trace_step, trace_path)
         self._patches: list[Patch] = []
-        self._metrics: OffloadMetrics | None = None
         self._batches = 0  # since metrics were last read
         self._batches_of_fit = self._moved_before = 0
 
@@ -115,23 +120,19 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         self.offload.skip_in(pl_module)
         offload, first = self.offload, self._first
 
-        def around() -> AbstractContextManager[object]:
-            return around_step(offload, first) if first is None or first.is_planned else nullcontext()
-
-        def inside() -> AbstractContextManager[object]:
-            return nullcontext() if first is None or first.is_planned else around_step(offload, first)
+        def step(with_plan: bool) -> AbstractContextManager[object]:
+            has_plan = first is None or first.is_planned
+            return around_step(offload, first) if has_plan == with_plan else nullcontext()
 
         self._patches = [
-            Patch(trainer.strategy, "training_step", partial(_Offloaded, context=around)),
-            Patch(trainer.strategy, "backward", partial(_Offloaded, context=offload.rest_of_step)),
+            Patch(trainer.strategy, "training_step", partial(InContext, context=partial(step, True))),
+            Patch(trainer.strategy, "backward", partial(InContext, context=offload.rest_of_step)),
         ]
         if first is not None:  # plan a call inside of the module's own step: its wrappers are called with a batch
-            self._patches.append(Patch(pl_module, "training_step", partial(_Offloaded, context=inside)))
+            self._patches.append(Patch(pl_module, "training_step", partial(InContext, context=partial(step, False))))
         for patch in self._patches:
             patch.put_on()
-        self._metrics = (
-            OffloadMetrics(self.offload, self._log_metrics) if self._log_metrics and not trainer.barebones else None
-        )
+        self._metrics.read()  # figures begin here
         self._batches = self._batches_of_fit = 0
         self._moved_before = self.offload.stats().offloaded_bytes
 
@@ -139,9 +140,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         if self._patches:
             warn_of_hiding_wrappers(pl_module, "`activation_checkpointing_policy` of FSDPStrategy does without it")
             if self._first is not None:
-                self._first.refuse_checkpointing(pl_module)
-                self._first.optimizers = trainer.optimizers
-                self._first.accumulation = trainer.accumulate_grad_batches
+                self._first.prepare(pl_module, trainer.optimizers, trainer.accumulate_grad_batches)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._patches:
@@ -151,7 +150,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         self._trace.end()
         self._batches += 1
         self._batches_of_fit += 1
-        if self._metrics is not None and _logs_now(trainer, batch_idx):
+        if self._log_metrics and not trainer.barebones and self._patches and _logs_now(trainer, batch_idx):
             pl_module.log_dict(self._metrics.read(self._batches), batch_size=1)
             self._batches = 0
 
@@ -170,7 +169,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
     def _leave(self) -> None:
         patches, self._patches = self._patches, []
         for patch in patches:
-            if isinstance(ours := patch.active, _Offloaded):
+            if isinstance(ours := patch.active, InContext):
                 ours.context = nullcontext  # a later patch of others may keep ours from being removed
             patch.take_off()
         if self._first is not None:
@@ -193,20 +192,14 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
     # -- copies ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "offload": self.offload.config if self._first is None else self._first.config,
-            "_first": self._first is not None,
-            "_patches": [],
-            "_metrics": None,
-            "_closes": True,
-            "_trace": (self._trace.step, self._trace.path),
-        }
+        config = self.offload.config if self._first is None else self._first.config
+        own = {"_first": self._first is not None, "_trace": (self._trace.step, self._trace.path), "_metrics": None}
+        return {**vars(self), "offload": config, **own, "_patches": [], "_closes": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        offload = offload_from(state["offload"])
-        first = FirstBatch.wanted(state["_first"], None, offload, _SWITCH)
-        self.__dict__.update(state, offload=offload, _trace=StepTrace(offload, *state["_trace"]), _first=first)
+        self.__dict__.update(state, offload=(offload := offload_from(state["offload"])))
+        self._first = FirstBatch.wanted(state["_first"], None, offload, _SWITCH)
+        self._metrics, self._trace = OffloadMetrics(offload, self._log_metrics), StepTrace(offload, *state["_trace"])
 
 
 class CallbackFromEnvironment(OffloadCallback):
@@ -224,26 +217,6 @@ def _given_callbacks(trainer: Any) -> list[OffloadCallback]:
     """Returns the ``OffloadCallback`` objects that the user passed to ``trainer``."""
     ours = [one for one in trainer.callbacks if isinstance(one, OffloadCallback)]
     return [one for one in ours if not isinstance(one, CallbackFromEnvironment)]
-
-
-class _Offloaded:
-    """A strategy's method that runs in a context. A copy or a pickle contains only the method, without the context."""
-
-    def __init__(self, method: Callable[..., Any], context: Callable[[], AbstractContextManager[object]]) -> None:
-        self._method = method
-        self.context = context
-        update_wrapper(self, method)
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        with self.context():
-            return self._method(*arguments, **named)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
-        return _same, (self._method,)  # a bound method: its copy is bound to the copy of its object
-
-
-def _same(method: Callable[..., Any]) -> Callable[..., Any]:
-    return method
 
 
 def _logs_now(trainer: Any, batch_idx: int) -> bool:

@@ -117,11 +117,15 @@ class StepTrace:
 def summarize(offload: Offload) -> None:
     """Prints a line of totals on rank 0 if anything moved, and the reason if memory did not fall."""
     stats = offload.stats()
-    if stats.offloaded_bytes and rank() == 0:
+    if stats.offloaded_bytes:
         headline, memory = str(stats).splitlines()[0], stats.advice[0]
-        print(
-            f"eager_offload: {headline}" + ("" if memory.startswith("Memory fell") else f". {memory}"), file=sys.stderr
-        )
+        say(headline if memory.startswith("Memory fell") else f"{headline}. {memory}")
+
+
+def say(line: str) -> None:
+    """Prints a line on rank 0."""
+    if rank() == 0:
+        print(f"eager_offload: {line}", file=sys.stderr)
 
 
 def _amount(stats: OffloadStats, name: str) -> float:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from collections.abc import Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -19,7 +19,7 @@ from torch import nn
 from eager_offload import ConfigError, Offload
 from eager_offload.config import OffloadFields, switched_on
 from eager_offload.errors import tell
-from eager_offload.integrations.calls import Given, OffloadedCalls, around_step, missing, offload_from
+from eager_offload.integrations.calls import Given, InContext, OffloadedCalls, around_step, missing, offload_from
 from eager_offload.integrations.first_batch import FirstBatch
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 from eager_offload.torch_private import Patch
@@ -71,6 +71,8 @@ class OffloadTrainerCallback(TrainerCallback):
 
     #: Whether TRL's trainer enters the context because of ``activation_offloading=True``.
     _is_under_flag = False
+    #: Whether the callback runs the model's calls in the context. Otherwise the trainer enters it.
+    _wraps_calls = True
 
     def __init__(
         self,
@@ -148,18 +150,17 @@ class OffloadTrainerCallback(TrainerCallback):
                 "side streams and within the budget"
             )
         if self._first is not None:
-            self._first.refuse_checkpointing(model)
-            self._first.optimizers = [] if optimizer is None else [optimizer]
-            self._first.accumulation = args.gradient_accumulation_steps
+            self._first.prepare(model, [] if optimizer is None else [optimizer], args.gradient_accumulation_steps)
         self.offload.skip_in(model)
-        self._enter_around(model, self.offload, args)
+        if self._wraps_calls:
+            self._wrap_calls(model, self.offload, args)
         self._metrics.read()
         self._saved_before = self.offload.stats().offloaded_bytes
         self._first_step = self._read_step = state.global_step
         self._state, self._model = weakref.ref(state), weakref.ref(model)
         _begun.add(self)
 
-    def _enter_around(self, model: nn.Module, offload: Offload, args: TrainingArguments) -> None:
+    def _wrap_calls(self, model: nn.Module, offload: Offload, args: TrainingArguments) -> None:
         """Makes calls of ``model`` run in ``with offload``."""
         # The module that Accelerate compiles contains the model that a callback gets, or is a copy of it.
         plugin = AcceleratorState().dynamo_plugin if args.torch_compile else None
@@ -321,7 +322,8 @@ class OffloadTrainerMixin(_Base):
         if self._offload_callback is None or self.offload is None:
             return super().train(*arguments, **named)
         # Patch the instance, so that the outermost override runs in the context. Backward is inside of it.
-        step = Patch(self, "training_step", self._offload_callback._around)
+        context = partial(around_step, self.offload, self._offload_callback._first)
+        step = Patch(self, "training_step", partial(InContext, context=context))
         step.put_on()
         try:
             return super().train(*arguments, **named)
@@ -335,19 +337,7 @@ class OffloadTrainerMixin(_Base):
 
 
 class _AroundLoss(OffloadTrainerCallback):
-    def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        offload, first = self.offload, self._first
-        assert offload is not None
-
-        @wraps(step)
-        def around(*arguments: Any, **named: Any) -> Any:
-            with around_step(offload, first):
-                return step(*arguments, **named)
-
-        return around
-
-    def _enter_around(self, model: nn.Module, offload: Offload, args: TrainingArguments) -> None:
-        pass  # training_step runs in the context
+    _wraps_calls = False  # training_step runs in the context
 
     def on_log(self, *_: Any, **__: Any) -> None:
         pass  # OffloadTrainerMixin.log adds the figures

@@ -70,7 +70,7 @@ def get_act_offloading_ctx_manager(
 class _Report(OffloadTrainerCallback):
     """Logs figures of training under the flag, prints a line at the end, and frees memory and files."""
 
-    _is_under_flag = True
+    _is_under_flag, _wraps_calls = True, False  # the trainer enters the context
 
     def __init__(self) -> None:
         super().__init__(OffloadConfig(enabled=False))  # until training begins under the flag
@@ -80,9 +80,6 @@ class _Report(OffloadTrainerCallback):
     ) -> None:
         self._begin_with(_made.get(model) if getattr(args, "activation_offloading", False) else None)
         super().on_train_begin(args, state, control, model)
-
-    def _enter_around(self, *_: Any) -> None:
-        """Does nothing: the trainer enters the context."""
 
 
 def install() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,14 +18,10 @@ from torch import Tensor, nn
 import eager_offload as eo
 from eager_offload.integrations.accelerate import OffloadPlugin
 from tests.integrations.accelerate_training import new_accelerator, prepared, train
-from tests.integrations.training import Model, counted, exact, fields, moved, watched
+from tests.integrations.training import Model, counted, exact, fields, long, moved, told_by, watched
 from tests.threads import collect
 
 MIXED = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2}
-
-
-def long(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def small() -> nn.Module:
@@ -201,18 +196,6 @@ def test_preparing_again_offloads_once(plugin: OffloadPlugin, options: Callable[
     assert saved_by(plugin, model, loader) == 0
 
 
-def test_free_memory_and_the_end_of_training_leave_nothing(plugin: OffloadPlugin) -> None:
-    found = train(new_accelerator(), plugin)
-    accelerator, alive = found.owner, weakref.ref(found.model)
-    found.model = accelerator.free_memory(found.model)[0]
-    assert found.model is None
-    collect()
-    assert alive() is None
-    accelerator.end_training()
-    plugin.close()
-    plugin.close()
-
-
 @pytest.mark.parametrize("around", [Model, compiled_before], ids=["one", "wrapped"])
 def test_a_second_plugin_on_one_model_is_refused(
     plugin: OffloadPlugin, around: Callable[[], nn.Module], tmp_path: Path
@@ -309,15 +292,11 @@ def test_three_steps_in_which_nothing_was_seen_are_one_sentence(
     other, inputs = Model(), next(iter(loader))[0]
     with torch.no_grad():
         step(model, inputs)
-    told: list[list[str]] = []
-    for work in (
-        lambda: [other(inputs).sum().backward() for _ in range(4)],  # is not this model's
-        lambda: [accelerator.backward(step(model, inputs)) for _ in range(steps)],
-        plugin.close,
-    ):
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            work()
-        told.append([str(one.message) for one in caught if "eager_offload" in str(one.message)])
+    told = [
+        told_by(lambda: [other(inputs).sum().backward() for _ in range(4)]),  # is not this model's
+        told_by(lambda: [accelerator.backward(step(model, inputs)) for _ in range(steps)]),
+        told_by(plugin.close),
+    ]
     where = 1 if steps >= 3 else 2
     (said,) = told.pop(where)
     assert said.startswith("eager_offload: nothing moved, because")

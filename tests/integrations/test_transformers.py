@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,17 @@ import eager_offload as eo
 from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
 from eager_offload.runtime.host import host_runtime
 from tests.integrations.training import (
+    Trained,
     cached_loss,
     exact,
     fails,
     fields,
     forget,
+    long,
     moved,
     parameters,
     spill_files,
+    told_by,
 )
 from tests.integrations.transformers_training import (
     ForMixin,
@@ -44,10 +46,6 @@ LAYER = WithCallback.block
 def called_as_before(model: torch.nn.Module) -> bool:
     """Whether nothing stands around the calls of a model that no compiler has seen."""
     return "_compiled_call_impl" not in vars(model)
-
-
-def long(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +103,7 @@ def test_a_model_that_is_not_called_is_told_once_with_the_reason(tmp_path: Path)
 
     for steps in 1, 4:
         given = OffloadTrainerCallback(eo.Offload(**fields(tmp_path)))
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            trainer_of(tmp_path, given, kind=Forward, max_steps=steps).train()
-        (said,) = [str(one.message) for one in caught if "eager_offload" in str(one.message)]
+        (said,) = told_by(trainer_of(tmp_path, given, kind=Forward, max_steps=steps).train)
         assert "LlamaForCausalLM is not trained by model(x)" in said
         assert "OffloadTrainerMixin" in said
 
@@ -148,17 +144,20 @@ def test_after_a_failed_training_files_go_with_whatever_ends_it(end: str, tmp_pa
     assert called_as_before(model)
 
 
+def run_with_too_large_a_batch(path: Path, given: OffloadTrainerCallback | None, number: int) -> Trained:
+    """What became of a training whose ``number``-th forward finds too little memory for the first batch size."""
+    model, error = llama(), RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
+    fails(model.get_submodule(LAYER), error, number)
+    found = run(trainer_of(path, given, model, auto_find_batch_size=True, per_device_train_batch_size=8))
+    forget(error)
+    assert found.owner.state.train_batch_size < 8
+    assert called_as_before(model)
+    return found
+
+
 def test_a_batch_size_that_is_too_large_is_tried_and_left(tmp_path: Path) -> None:
-    changes = {"auto_find_batch_size": True, "per_device_train_batch_size": 8}
-    found = []
-    for given in None, OffloadTrainerCallback(log_metrics="all", **fields(tmp_path)):
-        model = llama()
-        error = RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
-        fails(model.get_submodule(LAYER), error, number=1)
-        found.append(run(trainer_of(tmp_path, given, model, **changes)))
-        forget(error)
-        assert found[-1].owner.state.train_batch_size < 8
-        assert called_as_before(model)
+    given = OffloadTrainerCallback(log_metrics="all", **fields(tmp_path))
+    found = [run_with_too_large_a_batch(tmp_path, one, number=1) for one in (None, given)]
     exact(*found, given.offload)
     first, _, third = (entry["offload/saved_bytes"] for entry in found[1].logged)
     assert first == third > 0, "what was saved before there was too little memory is in no step"
@@ -166,15 +165,9 @@ def test_a_batch_size_that_is_too_large_is_tried_and_left(tmp_path: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore:eager_offload. device_budget=1 B is too little:RuntimeWarning")
 def test_with_recompute_a_smaller_batch_is_planned_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = {"auto_find_batch_size": True, "per_device_train_batch_size": 8}
-    found = []
-    for given in None, OffloadTrainerCallback(device_budget=1, min_bytes=1024, recompute=True):
-        model, error = llama(), RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
-        fails(model.get_submodule(LAYER), error)
-        found.append(run(trainer_of(tmp_path, given, model, **changes)).parameters.values())
-        forget(error)
-        assert called_as_before(model)
-    assert all(map(torch.equal, *found))
+    given = OffloadTrainerCallback(device_budget=1, min_bytes=1024, recompute=True)
+    found = [run_with_too_large_a_batch(tmp_path, one, number=2) for one in (None, given)]
+    assert all(map(torch.equal, *(one.parameters.values() for one in found)))
     assert moved(given.offload) > 0
     said = [line for line in capsys.readouterr().err.splitlines() if "eager_offload: the plan said" in line]
     assert len(set(said)) == 2
@@ -197,11 +190,9 @@ def test_transformers_own_offload_beside_ours_is_one_sentence(
     # Theirs pins, which needs an accelerator.
     monkeypatch.setattr(hooks, "__init__", lambda self, *_, **__: pageable(self, pin_memory=False))
     expected = run(trainer_of(tmp_path, **checkpointing(offload=True)))
-    given = kind(eo.Offload(**fields(tmp_path)))
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        found = run(trainer_of(tmp_path, given, **checkpointing(offload=True)))
-    exact(expected, found, given.offload, foreign=True)
-    (said,) = [str(one.message) for one in caught if "eager_offload" in str(one.message)]
+    given, found = kind(eo.Offload(**fields(tmp_path))), []
+    (said,) = told_by(lambda: found.append(run(trainer_of(tmp_path, given, **checkpointing(offload=True)))))
+    exact(expected, *found, given.offload, foreign=True)
     assert "_kwargs={'offload': True} hides from us" in said
     assert "on side streams and within the budget" in said
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 import eager_offload as eo
 from eager_offload.integrations import trl as ours
 from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
-from tests.integrations.training import exact, fields
+from tests.integrations.training import exact, fields, told_by
 from tests.integrations.transformers_training import ForMixin, llama, run, settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -94,9 +93,7 @@ def test_the_flag_beside_ours_is_one_warning(
     trainer = sft(tmp_path, given, max_steps=4, activation_offloading=installs)
     # Only the flag: TRL's own asks for an accelerator when the trainer is made, and fails where there is none.
     trainer.args.activation_offloading = True
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        trainer.train()
-    (said,) = [str(one.message) for one in caught if "eager_offload" in str(one.message)]
+    (said,) = told_by(trainer.train)
     assert "activation_offloading=True (TRL) hides from us" in said
     assert "leave that option out" in said
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -81,6 +83,18 @@ def cached_loss(model: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     loss = loss.detach().requires_grad_()
     loss.register_hook(again)
     return loss
+
+
+def told_by(work: Callable[[], object]) -> list[str]:
+    """The warnings of this library while ``work`` is done."""
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        work()
+    return [str(one.message) for one in caught if "eager_offload" in str(one.message)]
+
+
+def long(*values: Any) -> Any:
+    """A row of a parametrized test that takes its time."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def fields(path: Path) -> dict[str, Any]:
