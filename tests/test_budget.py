@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from eager_offload.core.budget import Controller, StepClass, Timeline, hidden, share
 
-GIB = 1 << 30
 PART = st.floats(0.0, 1.0)
 
 
@@ -68,57 +67,6 @@ def test_of_like_storages_a_share_is_spread_and_those_that_are_late_stay() -> No
     assert moved(step, hidden(step)) >= 900, "a link as fast as compute hides nearly all"
 
 
-class Device:
-    """Peaks of a step by the fraction that moves.
-
-    Args:
-        rest: bytes beside those that stay.
-    """
-
-    def __init__(self, rest: int, movable: int) -> None:
-        self.rest, self.movable = rest, movable
-
-    def kept(self, fraction: float) -> int:
-        return int((1 - fraction) * self.movable)
-
-    def peak(self, fraction: float) -> int:
-        return self.rest + self.kept(fraction)
-
-    def step(self, controller: Controller, kind: StepClass, growth: int = 0) -> float:
-        """Trains one step; returns its fraction."""
-        fraction = controller.fraction(kind)
-        kept = self.kept(fraction)
-        controller.observe_memory(kind, self.rest + kept, kept, self.movable, growth, is_exact=True)
-        return fraction
-
-
-@given(rest=PART, movable=PART, free=st.none() | PART)
-def test_a_budget_holds_from_the_second_step_on_and_is_used(rest: float, movable: float, free: float | None) -> None:
-    device = Device(int(rest * GIB * 0.9), int((0.01 + 4 * movable) * GIB))
-    controller, kind = Controller(GIB), StepClass()
-    assert device.step(controller, kind) == 1.0, "nothing is known yet"
-    if free is not None:
-        controller.decide(kind, free)
-    fractions = [device.step(controller, kind) for _ in range(60)]
-    assert all(device.peak(fraction) <= GIB for fraction in fractions)
-    assert len(set(fractions)) == 1
-    needed = device.peak(fractions[-1]) + min(0.03 * GIB, device.movable / 8) >= GIB
-    assert fractions[-1] <= max(1 / 16, free or 0.0) or needed, "no more moves than has to, or is hidden"
-
-
-@given(growth=st.integers(0, GIB // 4), late=st.booleans())
-def test_memory_that_grows_makes_more_move(growth: int, late: bool) -> None:
-    device, controller = Device(GIB // 4, GIB), Controller(GIB)
-    kind = StepClass()
-    for _ in range(4):
-        device.step(controller, kind)
-    device.step(controller, kind, 0 if late else growth)
-    device.rest += growth
-    if late:
-        device.step(controller, kind)  # which shows it
-    assert device.peak(device.step(controller, kind)) <= GIB
-
-
 def test_two_steps_in_a_row_that_stall_reduce_what_is_free_by_a_quarter_and_one_does_not() -> None:
     controller, kind, other = Controller(None, 1.0, is_free=True), StepClass(), StepClass()
     controller.observe_waits(kind, 1.0, 0.5)
@@ -136,15 +84,3 @@ def test_two_steps_in_a_row_that_stall_reduce_what_is_free_by_a_quarter_and_one_
         == 0.8 * 0.75
     )
     assert controller.slowdown == 0.03
-
-
-def test_a_peak_that_is_known_from_above_frees_nothing_and_fills_what_is_left() -> None:
-    device, controller = Device(GIB // 2, GIB), Controller(GIB)
-    kind = StepClass()
-    controller.observe_memory(kind, GIB * 3 // 4, 0, device.movable, 0, is_exact=False)
-    fraction = controller.fraction(kind)
-    assert 0.7 <= fraction <= 0.8
-    controller.observe_memory(kind, GIB, device.kept(fraction), device.movable, 0, is_exact=False)
-    assert controller.fraction(kind) == fraction
-    controller.observe_memory(kind, GIB, device.kept(fraction), device.movable, GIB // 8, is_exact=False)
-    assert controller.fraction(kind) == fraction + 1 / 8

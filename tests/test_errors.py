@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import eager_offload as eo
-from tests.hazards.backends import DiskBackend, assert_balanced, assert_settled, hooks_are_gone, offloader_of
+from tests.hazards.backends import DiskBackend, assert_settled, hooks_are_gone, offloader_of
 from tests.hazards.programs import assert_identical, assert_moved
 from tests.programs import leaf
 from tests.test_contract import NBYTES, N, chain, exact_backward
@@ -248,48 +248,3 @@ def test_what_comes_back_changed_is_never_used(watched: Make) -> None:
         loss.backward()
     assert x.grad is None
     collect()  # the error's traceback is in a cycle with the frames of the backward that it ended
-
-
-# -- reasons --------------------------------------------------------------------------------------------------------
-
-
-def failed(x: Tensor) -> Tensor:
-    Watched.opened[-1].on_write = OSError(errno.EIO, "broken")
-    return chain(x, 2)
-
-
-#: Of each reason: a program in which something stays for it, how many bytes do, and the settings.
-REASONS: dict[str, tuple[Callable[[Tensor], Tensor], int, dict[str, Any]]] = {
-    "small": (lambda x: x[: N // 8].sigmoid().sum(), NBYTES // 8, {"min_bytes": NBYTES}),
-    "parameter": (lambda x: x.square().sum() + x.view(2, -1).square().sum(), 2 * NBYTES, {}),
-    # A sparse tensor counts the bytes of a dense one.
-    "layout": (lambda x: torch.sparse.mm(torch.eye(64).to_sparse(), x.view(64, -1)).sum(), 64 * 64 * 4, {}),
-    "newest": (lambda x: chain(x, 9), 2 * NBYTES, {"keep_last_bytes": 2 * NBYTES}),
-    "budget": (lambda x: chain(x, 9), 4 * NBYTES, {"disk_budget": 5 * NBYTES}),
-    "failed": (failed, 2 * NBYTES, {}),
-}
-
-
-@pytest.mark.filterwarnings("ignore:eager_offload", "ignore:Sparse")
-@pytest.mark.parametrize("reason", REASONS)
-def test_each_reason_to_stay_is_counted_where_it_occurs(reason: str, watched: Make) -> None:
-    program, expected, fields = REASONS[reason]
-    (offload, _), x = watched(**fields), leaf(N)
-
-    def run() -> Tensor:
-        return program(x) + chain(x, 0 if reason in ("newest", "budget", "failed") else 2)
-
-    with offload:
-        loss = run()
-    stats = offload.stats(synchronize=True)
-    assert stats.kept_bytes.get(reason) == expected
-    assert_balanced(stats)
-    loss.backward()
-    actual, x.grad = x.grad, None
-    Watched.opened[-1].on_write = None
-    run().backward()
-    assert_identical(x.grad, actual)
-    del loss
-    stats = assert_settled(offload)
-    assert (stats.bytes_out > 0) == (reason != "failed")
-    assert set(stats.kept_bytes) <= {reason}

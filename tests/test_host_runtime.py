@@ -16,7 +16,6 @@ from eager_offload.runtime.base import Direction
 from eager_offload.runtime.host import HostRuntime, TransferThread
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.memory import view_of
-from tests.processes import python
 from tests.simulation.log import ByteRegion
 from tests.threads import on_a_thread
 from tests.tiers.rig import noise
@@ -167,34 +166,6 @@ def test_h40_a_thread_that_pauses_says_so_again_until_it_was_heard(
     monkeypatch.setattr(out, "pauses", lambda: answers.append(True))
     out.close()
     assert answers == [True], "nothing is left when it ends"
-
-
-ENDS = """
-import atexit, threading, time
-
-def look():  # the last of all that happens at exit, since it was registered first
-    print([one.name for one in threading.enumerate() if one.name.startswith("eager_offload")], sorted(carried_out))
-
-carried_out = []
-atexit.register(look)
-from eager_offload.runtime.transfer_threads import TransferThread
-
-def work():
-    begun.set()
-    while not thread._stops:
-        time.sleep(1e-3)
-    carried_out.append("begun")
-
-thread, begun = TransferThread("eager_offload-out"), threading.Event()
-thread.submit(work)
-thread.submit(lambda: carried_out.append("still to come"))
-begun.wait()
-"""
-
-
-def test_h28_a_thread_ends_before_the_interpreter_does_with_what_it_is_at() -> None:
-    ran = python("-c", ENDS)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "[] ['begun']\n", "")
 
 
 def test_h40_a_poll_waits_for_no_thread_that_is_inside() -> None:

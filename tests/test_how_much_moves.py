@@ -188,32 +188,6 @@ def test_h55_threads_share_one_offload_and_gradients_are_exact(
         assert stats.keep_last_bytes <= 9 << 16
 
 
-def of_a_kind(kind: int, count: int, around: AbstractContextManager[Any] = WITHOUT) -> Tensor:
-    """A step of one of ``count`` kinds: of two, both begin alike; else of lengths of their own."""
-    x = torch.linspace(0, 1, (1 << 12) + (0 if count == 2 else 64 * kind), requires_grad=True)
-    with around:
-        y = x.exp()
-        for number in range(8):
-            y = (y * 2 if count > 2 or number or not kind else y.view(2, -1).sum(0)).sin()
-        loss = y.sum()
-    del y
-    loss.backward()
-    assert x.grad is not None
-    return x.grad
-
-
-@pytest.mark.parametrize("count", [2, 9], ids=["begin alike", "lengths"])
-def test_kinds_of_steps_that_take_turns_are_learnt_each(count: int, offloads: Make) -> None:
-    """All moves of a step that is not known; a budget that has room for everything lets it stay then."""
-    offload, moved = offloads(device_budget="1TiB", prefetch_bytes="8KiB"), []
-    for _ in range(4):
-        for kind in range(count):
-            assert torch.equal(of_a_kind(kind, count, offload), of_a_kind(kind, count))
-        moved.append(offload.stats(synchronize=True).bytes_out)
-    assert moved[0] > 0
-    assert moved[2] == moved[3], moved
-
-
 def test_a_device_that_does_not_tell_is_an_error() -> None:
     x = torch.ones(64, requires_grad=True)
     offload = eo.Offload(device_budget="1GiB", tier="host", min_bytes=0, runtime=SimulatedRuntime())

@@ -24,33 +24,23 @@ from tests.faults.disks import (
 from tests.hazards.backends import hooks_are_gone
 from tests.proof.bits import same_bits
 
-#: What happens first, and what else has been seen, which is left to the long tests.
-_TRANSFERS = (errno.EIO, errno.ENOSPC, errno.EINTR, errno.ENOMEM)
-_GROWING = (errno.EIO, errno.ENOSPC)
-_RARE_TRANSFERS = (
-    errno.EDQUOT, errno.EAGAIN, errno.EROFS, errno.EBADF, errno.EINVAL, errno.EFBIG, errno.ESTALE, errno.ENODEV,
-)  # fmt: skip
-_RARE_GROWING = (errno.EDQUOT, errno.EFBIG, errno.EOPNOTSUPP, errno.EINVAL, errno.EROFS, errno.EBADF)
+_TRANSFERS = (errno.EIO, errno.ENOSPC, errno.EINTR, errno.ENOMEM, errno.EAGAIN, errno.EDQUOT, errno.EROFS)
+_GROWING = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EOPNOTSUPP)
+#: These are left to the long tests.
+_RARE = (errno.EAGAIN, errno.EDQUOT, errno.EROFS, errno.EOPNOTSUPP)
 #: A call that fails with these did nothing, and is to be made again.
 _AGAIN = (errno.EINTR, errno.EAGAIN)
 
 
 def _cases() -> Iterator[object]:
-    for rare, transfers, growing in ((False, _TRANSFERS, _GROWING), (True, _RARE_TRANSFERS, _RARE_GROWING)):
-        for kind, numbers in (("write", transfers), ("read", transfers), ("allocate", growing), ("usage", growing[:1])):
-            for number, for_good in itertools.product(numbers, (False, True)):
-                marks = [pytest.mark.long] if rare or (for_good and number != errno.EIO) else []
-                name = f"{kind}-{errno.errorcode[number]}-{'for good' if for_good else 'once'}"
-                yield pytest.param(kind, number, for_good, id=name, marks=marks)
+    for kind, numbers in {"write": _TRANSFERS, "read": _TRANSFERS, "allocate": _GROWING, "usage": [errno.EIO]}.items():
+        for number, for_good in itertools.product(numbers, (False, True)):
+            marks = [pytest.mark.long] if number in _RARE or (for_good and number != errno.EIO) else []
+            name = f"{kind}-{errno.errorcode[number]}-{'for good' if for_good else 'once'}"
+            yield pytest.param(kind, number, for_good, id=name, marks=marks)
 
 
-def strike_each(
-    offload: eo.Offload,
-    kind: str,
-    number: int,
-    *,
-    for_good: bool = False,
-) -> tuple[int, int, int]:
+def strike_each(offload: eo.Offload, kind: str, number: int, *, for_good: bool) -> tuple[int, int, int]:
     """Takes steps of each of which another operation fails, exact or with an error that says so; exact ones in between.
 
     Returns:

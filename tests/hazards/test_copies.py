@@ -5,12 +5,9 @@ runs, and who may write to its slot afterwards; see also ``tests/programs/stream
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 
-import pytest
 import torch
-from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload.runtime.base import Direction
@@ -18,39 +15,13 @@ from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.programs import Around, Settled, assert_identical, assert_moved
 from tests.programs import leaf
 from tests.programs.parts.blocks import Step
-from tests.programs.parts.functions import saving
 from tests.programs.streams import Streams
 from tests.simulation.log import Recorded, Waited, WrittenLog
 from tests.simulation.simulated import SimulatedRuntime
 
 
-def result(around: Around, seed: int = 1, meanwhile: Callable[[], object] = lambda: None) -> object:
-    step = Step(seed).forward(around)
-    meanwhile()
-    return step.backward().result
-
-
-def test_h16_the_copy_reads_the_old_bytes_when_the_block_gets_a_new_owner(backend: Backend) -> None:
-    """Everything of the forward is dropped while its copies wait, and compute takes whatever memory is free."""
-
-    def paint(leave: Callable[[], object]) -> None:
-        noise = [torch.full((32, 32), float("nan")) for _ in range(50)]
-        for tensor in noise:
-            tensor.mul_(2).sin_()
-        leave()
-        del noise
-        _ = [torch.full((32, 32), float("inf")) for _ in range(50)]
-
-    def leave() -> None:
-        gate.open()
-        offload.stats(synchronize=True)
-
-    expected, offload = result(nullcontext()), backend.offload()
-    with backend.gate() as gate:
-        assert_identical(expected, result(offload, meanwhile=lambda: paint(leave)))
-    stats = assert_settled(offload)
-    assert_moved(stats)
-    assert stats.bytes_in > 0
+def result(around: Around, seed: int = 1) -> object:
+    return Step(seed).forward(around).backward().result
 
 
 def test_h16_a_source_lives_exactly_until_its_copy_is_over(backend: Backend) -> None:
@@ -96,37 +67,6 @@ def test_h18_an_offload_waits_for_the_last_read_of_its_slot() -> None:
     reads = {entry.event for entry in log.entries if isinstance(entry, Recorded) and entry.stream is back}
     waits = [entry for entry in log.entries if isinstance(entry, Waited) and entry.stream is out]
     assert any(entry.event in reads for entry in waits), "no slot was used again while it was being read"
-
-
-#: Views with holes of a tensor of 32 by 64, and how many distinct elements each has.
-WITH_HOLES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-    "columns": (lambda x: x[:, ::8], 256),
-    "turned": (lambda x: x[3:, 1::8].t(), 29 * 8),
-    "broadcast": (lambda x: x[:, None, ::8].expand(-1, 3, -1), 256),
-    "conjugated": (lambda x: torch.view_as_complex(x.float().view(32, 32, 2))[:, ::8].conj(), 128),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
-@pytest.mark.parametrize("view", WITH_HOLES)
-def test_a_view_with_holes_travels_as_its_elements(view: str, dtype: torch.dtype, backend: Backend) -> None:
-    of, elements = WITH_HOLES[view]
-
-    def program(around: Around) -> list[object]:
-        x, seen = leaf(8, 8), list[list[object]]()
-        with around:
-            saved = of((leaf(32, 64, grad=False) * 3).to(dtype))
-            loss = saving(x.sin(), saved, seen=seen).sum()
-            itemsize = saved.itemsize
-            del saved
-        loss.backward()
-        return [x.grad, seen, itemsize]
-
-    offload = backend.offload()
-    *expected, itemsize = program(nullcontext())
-    assert_identical([*expected, itemsize], program(Settled(offload)))
-    stats = assert_settled(offload)
-    assert stats.bytes_out == stats.bytes_in == elements * itemsize  # type: ignore[operator]  # it is a number
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------

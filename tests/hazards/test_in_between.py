@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -137,17 +137,9 @@ class InterruptedRuntime(SimulatedRuntime):
         super().__init__(launch_seconds=0.0)
         self.left, self._enqueues = number, enqueues
 
-    def copy(
-        self,
-        dst: Tensor | Slot,
-        src: Tensor | torch.UntypedStorage | Slot,
-        stream: Stream,
-        after: Sequence[Event] = (),
-        *,
-        timed: bool = False,
-    ) -> Event:
+    def copy(self, *given: Any, **options: Any) -> Event:
         self.left -= 1
-        event = super().copy(dst, src, stream, after, timed=timed) if self.left != 0 or self._enqueues else None
+        event = super().copy(*given, **options) if self.left != 0 or self._enqueues else None
         if self.left == 0 or event is None:
             raise KeyboardInterrupt
         return event

@@ -1,6 +1,7 @@
-"""H10: a KeyboardInterrupt at a line of the library, one in each small step, at 60 lines spread over all.
+"""H10: a KeyboardInterrupt where a function of the library is entered, one in each small step, at 60 places spread over
+all. There CPython looks for signals; ``test_in_between.py`` has those right before and right behind a copy.
 
-Each trial raises at one line, once; then:
+Each trial raises at one place, once; then:
     - the hooks are gone, and the next step is exact, with its bytes moved;
     - once its graph is gone nothing is held: no record, no transfer, no slot, no byte (the graph of an interrupted
       backward stays with autograd itself until the thread's next backward);
@@ -14,8 +15,6 @@ What is left out, and what may stay of an interrupt there:
 
 from __future__ import annotations
 
-import ast
-import dis
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -46,88 +45,28 @@ _OUTSIDE = {PACKAGE / "config.py", PACKAGE / "engine" / "offloaders.py"}
 #: What looks for a directory.
 _DIRECTORIES = ("_open", "_check", "filesystem_of", "usual_directories")
 
-#: Modules with state of their own, for all objects of a process.
-_SHARED = {"contexts.py", "marks.py", "originals.py"}
-
-
-class Point(NamedTuple):
-    """A line of the library's code."""
-
-    code: CodeType
-    line: int
-
-    def __str__(self) -> str:
-        return f"{Path(self.code.co_filename).relative_to(PACKAGE)}:{self.line} {self.code.co_name}"
-
 
 @cache
 def is_ours(code: CodeType) -> bool:
-    """Whether the lines of ``code`` are looked at."""
+    """Whether the entries of ``code`` are looked at."""
     path = Path(code.co_filename)
     return (
         PACKAGE in path.parents
-        and path != PACKAGE / "planning" / "simulated.py"
         and path not in _OUTSIDE
         and not (path.name in ("offload.py", "contexts.py") and code.co_name in ("__init__", "__exit__"))
         and not (path.name == "disk.py" and code.co_name in _DIRECTORIES)
     )
 
 
-@cache
-def without_signals(path: str) -> frozenset[int]:
-    """Lines before which a trace is called where no signal is looked for.
-
-    The first lines of a ``with``, to which a trace comes again on the way out, those of a ``try``, which do nothing and
-    belong to no ``with`` around them, and the ``return self`` of an ``__enter__``.
-    """
-    tree = ast.parse(Path(path).read_text())
-    tries = (node for node in ast.walk(tree) if isinstance(node, ast.Try))
-    withs = (node for node in ast.walk(tree) if isinstance(node, ast.With))
-    returns = (node for node in ast.walk(tree) if isinstance(node, ast.Return) and isinstance(node.value, ast.Name))
-    return frozenset(
-        [line for node in withs for line in range(node.lineno, node.body[0].lineno)]
-        + [node.lineno for node in tries]
-        + [node.lineno for node in returns if ast.unparse(node) == "return self"]
-    )
-
-
-@cache
-def after_jumps_back(code: CodeType) -> frozenset[int]:
-    """Where CPython 3.12 calls a trace in the midst of a jump back.
-
-    What a trace raises there is looked up at the jump, for which the table of handlers has none, not even a ``with``
-    around it. A signal is looked for once it has jumped, and finds them.
-    """
-    if sys.version_info < (3, 12):
-        return frozenset()
-    return frozenset(one.argval for one in dis.get_instructions(code) if one.opname == "JUMP_BACKWARD")
-
-
-def has_lines(code: CodeType) -> bool:
-    """Whether every line of ``code`` counts. Of what the objects of a process share it is the entries of functions; a
-    context, which stands beside that, is of one object.
-
-    Their state outlives an object whose offloader has crashed: there statements without a call in between, where no
-    signal is looked for, belong together.
-    """
-    path = Path(code.co_filename)
-    is_shared = path.name in _SHARED and not code.co_qualname.startswith("Context.")
-    return not {PACKAGE / "tiers", PACKAGE / "runtime"} & set(path.parents) and not is_shared
-
-
 class Walk:
-    """Follows the library's functions in this thread from line to line.
+    """Calls ``reached`` where a function of the library is entered in this thread.
 
     Args:
-        reached: called before each line.
         only: look at no other code.
-        entries: call it where functions are entered in place of before lines.
     """
 
-    def __init__(
-        self, reached: Callable[[Point], None], only: CodeType | None = None, *, entries: bool = False
-    ) -> None:
-        self._reached, self._only, self._entries = reached, only, entries
+    def __init__(self, reached: Callable[[CodeType], None], only: CodeType | None = None) -> None:
+        self._reached, self._only = reached, only
 
     def __enter__(self) -> Any:
         sys.settrace(self._enter)
@@ -135,24 +74,10 @@ class Walk:
     def __exit__(self, *_: object) -> Any:
         sys.settrace(None)
 
-    def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
+    def _enter(self, frame: FrameType, event: str, arg: object) -> None:
         code = frame.f_code
-        if code is not self._only if self._only is not None else not is_ours(code):
-            return None
-        if self._entries or not has_lines(code):
-            self._reached(Point(code, frame.f_lineno))
-            return None
-        return self._step
-
-    def _step(self, frame: FrameType, event: str, arg: object) -> Any:
-        code, line = frame.f_code, frame.f_lineno
-        if (
-            event == "line"
-            and line not in without_signals(code.co_filename)
-            and frame.f_lasti not in after_jumps_back(code)
-        ):
-            self._reached(Point(code, line))
-        return self._step
+        if code is self._only if self._only is not None else is_ours(code):
+            self._reached(code)
 
 
 def forward(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,12 +119,12 @@ class InterruptedAt(Walk):
     interrupt, which holds all that it went through.
     """
 
-    def __init__(self, point: Point, occurrence: int) -> None:
-        super().__init__(self._at, point.code)
-        self._point, self._left = point, occurrence
-        self._raised: list[Point] = []
+    def __init__(self, point: CodeType, occurrence: int) -> None:
+        super().__init__(self._at, point)
+        self._left = occurrence
+        self._raised: list[CodeType] = []
 
-    def __enter__(self) -> list[Point]:
+    def __enter__(self) -> list[CodeType]:
         super().__enter__()
         return self._raised
 
@@ -207,13 +132,12 @@ class InterruptedAt(Walk):
         super().__exit__()
         return kind is KeyboardInterrupt
 
-    def _at(self, found: Point) -> None:
-        if found == self._point and not self._raised:
-            self._left -= 1
-            if not self._left:
-                sys.settrace(None)
-                self._raised.append(found)
-                raise KeyboardInterrupt
+    def _at(self, found: CodeType) -> None:
+        self._left -= 1
+        if not self._left:
+            sys.settrace(None)
+            self._raised.append(found)
+            raise KeyboardInterrupt
 
 
 class Trials:
@@ -234,16 +158,16 @@ class Trials:
         """A step, without offload if there is none."""
         return gradient(offload or nullcontext(), self.offload.stats)
 
-    def points(self) -> Counter[Point]:
+    def points(self) -> Counter[CodeType]:
         """How often each point is reached in a step, once the library knows what to expect."""
-        found: Counter[Point] = Counter()
+        found: Counter[CodeType] = Counter()
         for _ in range(2):
             self.step(self.offload)
         with Walk(lambda point: found.update([point])):
             self.step(self.offload)
         return found
 
-    def run(self, point: Point, occurrence: int) -> bool:
+    def run(self, point: CodeType, occurrence: int) -> bool:
         """One trial; whether the point was reached. Where and when bytes arrive differs from one step to the next."""
         with InterruptedAt(point, occurrence) as raised:
             self.step(self.offload)
@@ -260,7 +184,8 @@ class Trials:
             assert host_runtime().pool.used_bytes <= self.taken_before, "a reload target is still taken"
             self.offload.reset_stats()
         except Exception as error:
-            self.harmful.append(f"{point} time {occurrence}: {type(error).__name__} {str(error)[:160]!r}")
+            where = f"{Path(point.co_filename).relative_to(PACKAGE)} {point.co_qualname}"
+            self.harmful.append(f"{where} time {occurrence}: {type(error).__name__} {str(error)[:160]!r}")
             self.backend.offloads.remove(self.offload)
             self.offload = self.make()
         return bool(raised)

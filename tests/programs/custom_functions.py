@@ -38,12 +38,11 @@ for _hold in (False, True):
         return forward, [leaf(32, 32), []]
 
 
-def scaled(w: Tensor, x: Tensor, change: Callable[[Tensor], object] = lambda x: None) -> Tensor:
-    """Returns the sum of ``w * x``. Its gradient is ``x`` itself, once ``change`` was called with it."""
+def scaled(w: Tensor, x: Tensor) -> Tensor:
+    """Returns the sum of ``w * x``. Its gradient is ``x`` itself."""
 
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (saved,) = ctx.saved_tensors
-        change(saved)
         return saved
 
     pairs = [*zip(parts_of(w.detach()), parts_of(x.detach()), strict=True)]

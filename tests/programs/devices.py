@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tests.programs import Flag, Run, leaf, program
+from tests.programs.parts.blocks import Step, trained
 from tests.threads import on_threads
 
 _SIDE = 64
 _FLAGS = (Flag.DEVICE, Flag.EAGER)
-
-
-class _Step:
-    """A forward and its backward, to be run in pieces."""
-
-    def __init__(self, seed: int, device: torch.device | None = None) -> None:
-        with device or torch.get_default_device():
-            self.x, self.w = leaf(_SIDE, _SIDE, seed=seed), leaf(_SIDE, _SIDE, seed=seed + 100)
-        self.loss: Tensor | None = None
-
-    def forward(self, run: Run) -> _Step:
-        with run.around:
-            h = (self.x * 2).tanh()
-            self.loss = (((h @ self.w) / 8).exp() * h).sin().sum()
-        return self
-
-    def backward(self) -> _Step:
-        assert self.loss is not None
-        self.loss.backward()  # type: ignore[no-untyped-call]
-        self.loss = None
-        return self
-
-    @property
-    def result(self) -> list[Tensor]:
-        return [one.grad.clone() for one in (self.x, self.w) if one.grad is not None]
 
 
 def _streams(count: int) -> tuple[torch.Stream, list[torch.Stream]]:
@@ -57,10 +33,10 @@ def _meet(*streams: torch.Stream) -> None:
 def _(run: Run) -> object:
     (home, sides), results = _streams(2), []
     for index in range(6):
-        side, step = sides[index % 2], _Step(index)
+        side, step = sides[index % 2], Step(index)
         _meet(home, side)
         with side:
-            step.forward(run)
+            step.forward(run.around)
         step.backward()
         _meet(home, side)
         results += step.result
@@ -70,11 +46,11 @@ def _(run: Run) -> object:
 
 @program("H14-two-models-on-two-streams-share-nothing-but-slots", *_FLAGS)
 def _(run: Run) -> object:
-    (home, sides), steps = _streams(2), [_Step(seed) for seed in range(2)]
+    (home, sides), steps = _streams(2), [Step(seed) for seed in range(2)]
     _meet(home, *sides)
     for round in range(6):
         with sides[round % 2]:
-            steps[round % 2].forward(run)
+            steps[round % 2].forward(run.around)
         steps[round % 2].backward()
     _meet(home, *sides)
     results = [step.result for step in steps]
@@ -86,10 +62,10 @@ def _(run: Run) -> object:
 def _(run: Run) -> object:
     (home, (side,)), results = _streams(1), []
     for seed in range(4):  # from the second step on memory is used again, which is when it shows
-        step = _Step(seed)
+        step = Step(seed)
         _meet(home, side)
         with side:
-            for part in (lambda step=step: step.forward(run), step.backward):
+            for part in (lambda step=step: step.forward(run.around), step.backward):
                 part()
                 assert torch.accelerator.current_stream() == side
         assert torch.accelerator.current_stream() == home
@@ -101,9 +77,9 @@ def _(run: Run) -> object:
 
 @program("H16-blocks-of-sources-have-owners-that-paint-them", *_FLAGS)
 def _(run: Run) -> object:
-    step = _Step(1).forward(run)
+    step = Step(1).forward(run.around)
     for _ in range(4):
-        painted = [torch.full((_SIDE, _SIDE), float("nan")).mul_(2) for _ in range(8)]
+        painted = [torch.full((32, 32), float("nan")).mul_(2) for _ in range(8)]
         del painted
     return step.backward().result
 
@@ -118,7 +94,8 @@ def _(run: Run) -> object:
     def train(place: int) -> Sequence[Tensor]:
         torch.set_num_threads(threads)
         with device, torch.Stream(device=home.device) if place else home:
-            found = _trained(run, models[place], lambda: models[place](batches[place]))
+            model, batch = models[place], batches[place]
+            found = trained(model.parameters(), run.around, lambda _: model(batch).square().mean())
             torch.accelerator.synchronize()
         return found
 
@@ -130,23 +107,13 @@ def _(run: Run) -> object:
     there = torch.device(torch.accelerator.current_stream().device.type, torch.accelerator.device_count() - 1)
     first, second, x = _mlp(1), _mlp(2).to(there), leaf(_SIDE, _SIDE, grad=False)
     model = nn.Sequential(first, second)
-    return [one.cpu() for one in _trained(run, model, lambda: second(first(x).to(there)).to(x.device))]
+
+    def loss(_: int) -> Tensor:
+        return second(first(x).to(there)).to(x.device).square().mean()
+
+    return [one.cpu() for one in trained(model.parameters(), run.around, loss)]
 
 
 def _mlp(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(_SIDE, _SIDE), nn.GELU())))
-
-
-def _trained(run: Run, model: nn.Module, forward: Callable[[], Tensor]) -> list[Tensor]:
-    """The losses of three steps, and what is trained."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(3):
-        with run.around:
-            loss = forward().square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
-        del loss
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*losses, *(parameter.detach() for parameter in model.parameters())]

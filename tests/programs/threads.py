@@ -5,42 +5,24 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
 from torch import Tensor, nn
 
 from tests.programs import Flag, Run, leaf, program
+from tests.programs.parts.blocks import blocks, trained
 from tests.programs.streams import computing_alike, in_a_thread
 
 _SIDE = 32
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(_SIDE), nn.Linear(_SIDE, 64), nn.Linear(64, _SIDE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return x + hidden
-
-
 def model_of(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(_Block(), _Block())
+    return nn.Sequential(*blocks(2, seed))
 
 
 def train(run: Run, model: nn.Module, seed: int) -> list[Tensor]:
     """Three steps: the losses, and what is trained."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for step in range(3):
-        with run.around:
-            loss = model(leaf(_SIDE, _SIDE, seed=10 * seed + step)).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
-        del loss
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*losses, *(parameter.detach() for parameter in model.parameters())]
+    return trained(
+        model.parameters(), run.around, lambda step: model(leaf(_SIDE, _SIDE, seed=10 * seed + step)).square().mean()
+    )
 
 
 def train_together(runs: list[Run]) -> list[list[Tensor]]:

@@ -5,7 +5,9 @@ late as the ordering allows: when the host has synchronized or a query has said 
 that nothing waits for reads what compute has written over its source since, and an unpack that does not wait reads
 what was in the target before: a missing edge shows as wrong bytes, besides the happens-before checker's verdict.
 
-Each operator takes as long as its bytes do at ``compute_rate``; ``clocked.py`` has the clock.
+Time is arithmetic, on a clock that only work moves. Each call of the host takes ``launch_seconds``, each operator as
+long as its bytes do at ``compute_rate`` and each copy as its bytes take at its direction's bandwidth, and a stream does
+one thing at a time.
 
 What is simpler than on a device: autograd does not switch streams in backward, so that a node runs on the stream that
 is current where ``backward`` was called, and operators that read a value to the host do not synchronize.
@@ -13,118 +15,22 @@ is current where ``backward`` was called, and operators that read a value to the
 
 from __future__ import annotations
 
-import ctypes
+import mmap
 import threading
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from eager_offload.errors import OffloadError
-from eager_offload.runtime.base import Direction, Event, Layout, Moment, Span, Stream
-from eager_offload.tiers.base import Slot
+from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Moment, Runtime, Span, Stream
+from eager_offload.tiers.base import LinkRates, Rate, Slot
 from eager_offload.torch_private.calls import TorchDispatchMode, without_dispatch_modes
-from eager_offload.torch_private.memory import weak_storage
 from tests.simulation.checker import Access, AccessKind, Checker, Violation
-from tests.simulation.clocked import ClockedEvent, ClockedRuntime, ClockedStream
 from tests.simulation.log import Log, Operation, Recorded, Synchronized, Waited, WrittenLog, region_of
 from tests.simulation.observer import OperatorObserver
+from tests.simulation.streams import POISON, Move, SimulatedEvent, SimulatedStream
 from tests.simulation.timeline import StreamSpan, Timeline
-
-#: What bytes are filled with that may not be used. It reads as NaN in every floating-point format.
-POISON = 0xFF
-
-
-@dataclass(eq=False, slots=True)
-class SimulatedStream(ClockedStream):
-    """A stream whose copies are put off; compute streams do everything at once."""
-
-    #: Steps that were enqueued, and how many of those were carried out; the rest is in the queue.
-    enqueued: int = 0
-    done: int = 0
-    queue: deque[Move | SimulatedEvent] = field(default_factory=deque)
-    #: Copies that no event stands for yet.
-    fresh: list[Move] = field(default_factory=list)
-
-    __repr__ = ClockedStream.__repr__
-
-    def push(self, step: Move | SimulatedEvent) -> None:
-        self.queue.append(step)
-        self.enqueued += 1
-
-
-class SimulatedEvent(ClockedEvent):
-    """A point on a stream, which knows of the copies before it."""
-
-    __slots__ = ("moves", "position")
-    stream: SimulatedStream
-
-    def __init__(self, stream: SimulatedStream, time: float) -> None:
-        super().__init__(stream, time)
-        #: How many steps of the stream come before it.
-        self.position = stream.enqueued
-        #: The copies whose failure it carries: those after the event before it.
-        self.moves = tuple(stream.fresh)
-        stream.fresh.clear()
-
-    def raise_failure(self) -> None:
-        for move in self.moves:
-            if move.error is not None:
-                raise move.error
-
-
-class Move:
-    """A copy between a slot and device memory, carried out when a stream or the host is to know that it is over.
-
-    [Note: what a pending copy holds]
-    Nothing on the device: a copy engine knows addresses, so if the last reference goes too early the block goes too,
-    and that has to show. Of a slot in memory only the bytes, so that the range returns to its tier and its next owner
-    is written as early as on a device. A slot elsewhere is held itself, since only it knows how to read and write.
-    """
-
-    __slots__ = ("_host", "_nbytes", "_offset", "_storage", "direction", "entry", "error")
-
-    def __init__(self, slot: Slot, tensor: Tensor, direction: Direction, entry: Access) -> None:
-        assert tensor.dtype is torch.uint8, "copies move flat bytes"
-        assert tensor.dim() == 1, "copies move flat bytes"
-        assert tensor.is_contiguous(), "copies move flat bytes"
-        assert tensor.numel() == slot.nbytes, f"{tensor.numel()} bytes for a slot of {slot.nbytes}"
-        with without_dispatch_modes():
-            in_memory = getattr(slot, "tensor", None)
-        self._host: Slot | Tensor | None = in_memory if isinstance(in_memory, Tensor) else slot
-        self._storage = weak_storage(tensor.untyped_storage())
-        self._offset = tensor.storage_offset()
-        self._nbytes = slot.nbytes
-        self.direction = direction
-        #: What is said of it should it run too late.
-        self.entry = entry
-        #: What the tier raised.
-        self.error: OffloadError | None = None
-
-    def carry_out(self) -> bool:
-        """Moves the bytes, once; says whether the end on the device was still there."""
-        host, self._host = self._host, None
-        assert host is not None, "a copy is carried out once"
-        storage = self._storage()
-        alive = storage is not None and storage.nbytes() >= self._offset + self._nbytes
-        with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
-            if storage is not None and alive:
-                device = torch.empty(0, dtype=torch.uint8).set_(storage, self._offset, (self._nbytes,), (1,))
-            else:
-                device = torch.full((self._nbytes,), POISON, dtype=torch.uint8)
-            outward = self.direction is Direction.OUT
-            if isinstance(host, Tensor):
-                to, by = (host, device) if outward else (device, host)
-                ctypes.memmove(to.data_ptr(), by.data_ptr(), self._nbytes)
-                return alive
-            try:
-                (host.write if outward else host.read)(device)
-            except OffloadError as error:
-                self.error = error
-        return alive
 
 
 class _Selected(threading.local):
@@ -133,7 +39,7 @@ class _Selected(threading.local):
         self.stack: list[SimulatedStream] = []
 
 
-class SimulatedRuntime(ClockedRuntime):
+class SimulatedRuntime(Runtime):
     """A device with streams of its own and a clock that only work moves, whose calls can be checked.
 
     The defaults make a device that is much slower than its host, and links that are slower than compute: the host runs
@@ -141,9 +47,6 @@ class SimulatedRuntime(ClockedRuntime):
     ``launch_seconds=0``: the host's clock then moves only when it synchronizes, no query hides a missing wait, and a
     loop that polls never ends.
     """
-
-    default_stream: SimulatedStream
-    _transfers: dict[Direction, SimulatedStream]  # type: ignore[assignment]  # as `_new_stream` makes them
 
     def __init__(
         self,
@@ -163,25 +66,27 @@ class SimulatedRuntime(ClockedRuntime):
             at_once: carry copies out when they are enqueued, not as late as possible.
             host_waits: the host waits for each operator, as where it computes itself.
         """
-        super().__init__(
-            out_bandwidth=out_bandwidth,
-            in_bandwidth=in_bandwidth,
-            launch_seconds=launch_seconds,
-            host_waits=host_waits,
-        )
+        super().__init__()
         self.compute_rate = compute_rate
+        self.launch_seconds = launch_seconds
+        #: Seconds on the host's clock.
+        self.now = 0.0
         #: It grows with every operation; put a new one here to forget.
         self.timeline = Timeline()
         #: Copies that were carried out although one of their ends was gone.
         self.faults: list[Violation] = []
-        self._at_once = at_once
+        #: Of the last ``checked()``.
+        self.observer: OperatorObserver | None = None
+        #: The one that computes.
+        self.default_stream = SimulatedStream("default")
+        self._transfers = {d: SimulatedStream(f"transfer-{d.value}", is_transfer=True) for d in Direction}
+        self._bandwidths = {Direction.OUT: out_bandwidth, Direction.IN: in_bandwidth}
+        self._at_once, self._host_waits = at_once, host_waits
         self._lock = threading.RLock()
         self._selected = _Selected()
         self._log: Log | None = None
         self._naming: OperatorObserver | None = None
         self._checker: Checker | None = None
-        #: Of the last ``checked()``.
-        self.observer: OperatorObserver | None = None
 
     # -- what tests and planners use ----------------------------------------------------------------------------------
 
@@ -199,16 +104,21 @@ class SimulatedRuntime(ClockedRuntime):
         return self.stream(stream)
 
     def advance(self, stream: Stream, seconds: float, what: str = "compute", nbytes: int = 0) -> None:
+        """Enqueues work of ``seconds`` on ``stream``."""
+        assert isinstance(stream, SimulatedStream)
         with self._lock:
-            super().advance(stream, seconds, what, nbytes)
+            self._launch()
+            self._occupy(stream, seconds, what, nbytes)
+            if self._host_waits:
+                self.now = max(self.now, stream.tail)
 
     def synchronize_all(self) -> None:
         """Carries out all that is pending and waits for it. Failed transfers stay with their events."""
         with self._lock:
-            for stream in self._transfers.values():
+            streams = (self.default_stream, *self._transfers.values())
+            for stream in streams:
                 self._carry_out(stream, stream.enqueued)
-            super().synchronize_all()
-            self.now = max(self.now, self.timeline.end)
+            self.now = max(self.now, self.timeline.end, *(stream.tail for stream in streams))
 
     @property
     def pending_copies(self) -> int:
@@ -260,9 +170,32 @@ class SimulatedRuntime(ClockedRuntime):
         stack = self._selected.stack
         return stack[-1] if stack else self.default_stream
 
+    def transfer_stream(self, device: torch.device, direction: Direction) -> SimulatedStream:
+        assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
+        return self._transfers[direction]
+
+    def timestamp(self) -> float:
+        return self._reached(self.current_stream(torch.device("cpu")))
+
     def moment(self, stream: Stream | None) -> Moment:
         with self._lock:
-            return super().moment(stream)
+            return self.now if stream is None else self._reached(stream)
+
+    def spans(self, event: Event) -> tuple[Span, ...]:
+        assert isinstance(event, SimulatedEvent)
+        return () if event.copy is None else (event.copy,)
+
+    def measure_link(self, device: torch.device) -> LinkRates:
+        return LinkRates(*[Rate(self._bandwidths[way]) for way in Direction])
+
+    def record(self, stream: Stream) -> SimulatedEvent:
+        assert isinstance(stream, SimulatedStream)
+        with self._lock:
+            self._launch()
+            event = SimulatedEvent(stream, self._reached(stream))
+        if self._log is not None:
+            self._log.write(Recorded(stream, event))
+        return event
 
     def wait(self, stream: Stream, event: Event) -> None:
         assert isinstance(stream, SimulatedStream)
@@ -270,17 +203,24 @@ class SimulatedRuntime(ClockedRuntime):
         if self._log is not None:
             self._log.write(Waited(stream, event))
         with self._lock:
-            super().wait(stream, event)
+            self._launch()
+            stream.clear_from = max(stream.clear_from, event.time)
             if stream.is_transfer:
                 stream.push(event)
-            else:
-                self._carry_out(event.stream, event.position)
-                event.raise_failure()
+                return
+            if self._host_waits:
+                self.now = max(self.now, event.time)
+            self._carry_out(event.stream, event.position)
+            event.raise_failure()
+
+    def has_host_wait(self, event: Event) -> bool:
+        return self._host_waits
 
     def query(self, event: Event) -> bool:
         assert isinstance(event, SimulatedEvent)
         with self._lock:
-            if not super().query(event):
+            self._launch()
+            if self.now < event.time:
                 return False
             self._carry_out(event.stream, event.position)
         if self._log is not None:
@@ -290,41 +230,78 @@ class SimulatedRuntime(ClockedRuntime):
     def synchronize(self, event: Event) -> None:
         assert isinstance(event, SimulatedEvent)
         with self._lock:
-            began = self.now + self.launch_seconds
-            super().synchronize(event)
-            self.timeline.host_wait_seconds += self.now - began
+            self._launch()
+            self.timeline.host_wait_seconds += max(event.time - self.now, 0.0)
+            self.now = max(self.now, event.time)
             self._carry_out(event.stream, event.position)
             event.raise_failure()
         if self._log is not None:
             self._log.write(Synchronized(event))
 
+    def copy(
+        self,
+        dst: Tensor | Slot,
+        src: Tensor | Slot,
+        stream: Stream,
+        after: Sequence[Event] = (),
+        *,
+        timed: bool = False,
+    ) -> Event:
+        assert isinstance(stream, SimulatedStream)
+        for event in after:
+            self.wait(stream, event)
+        if isinstance(dst, Slot):
+            assert isinstance(src, Tensor), "one end of a copy rests in a tier, the other does not"
+            copy = self._move(dst, src, Direction.OUT, stream)
+        else:
+            assert isinstance(src, Slot), "one end of a copy rests in a tier, the other does not"
+            copy = self._move(src, dst, Direction.IN, stream)
+        over = self.record(stream)
+        over.copy = copy
+        return over
+
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
-        target = super().allocate(layout, device, stream)
+        assert 0 <= layout.alignment_offset < ALIGNMENT
         with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
-            target.fill_(POISON)
+            nbytes = layout.alignment_offset + layout.nbytes
+            block = torch.full((nbytes,), POISON, dtype=torch.uint8, device="cpu")
+            assert block.data_ptr() % ALIGNMENT == 0, "torch aligns CPU memory to 64 bytes"
+            target = block[layout.alignment_offset :]
         if self._naming is not None:
             self._naming.allocated(target, stream, "reload target")
         return target
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        with without_dispatch_modes(), torch.inference_mode(False):
+            buffer = torch.empty(nbytes + mmap.PAGESIZE - 1, dtype=torch.uint8, device="cpu")
+            start = -buffer.data_ptr() % mmap.PAGESIZE
+            return buffer[start : start + nbytes]
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _compute(self, stream: Stream, what: str, nbytes: int) -> None:
         self.advance(stream, nbytes / self.compute_rate, what, nbytes)
 
-    def _new_stream(self, name: str, *, is_transfer: bool = False) -> SimulatedStream:
-        return SimulatedStream(name, is_transfer)
+    def _launch(self) -> None:
+        self.now += self.launch_seconds
 
-    def _new_event(self, stream: ClockedStream) -> SimulatedEvent:
+    def _reached(self, stream: Stream) -> float:
+        """When ``stream`` comes to what is enqueued next."""
         assert isinstance(stream, SimulatedStream)
-        with self._lock:
-            self._launch()
-            event = SimulatedEvent(stream, self._reached(stream))
-        if self._log is not None:
-            self._log.write(Recorded(stream, event))
-        return event
+        return max(stream.tail, stream.clear_from, self.now)
 
-    def _move(self, slot: Slot, tensor: Tensor, direction: Direction, stream: ClockedStream) -> Span:
-        assert isinstance(stream, SimulatedStream)
+    def _occupy(self, stream: SimulatedStream, seconds: float, what: str, nbytes: int) -> float:
+        """``stream`` is busy for ``seconds``; returns when it begins to be."""
+        ready = max(stream.tail, self.now)
+        start = max(ready, stream.clear_from)
+        stream.tail = start + seconds
+        if start > ready and not stream.is_transfer:
+            self.timeline.spans.append(StreamSpan(stream, ready, start, "stall", 0, is_transfer=False))
+        self.timeline.spans.append(StreamSpan(stream, start, stream.tail, what, nbytes, what in ("offload", "reload")))
+        return start
+
+    def _move(self, slot: Slot, tensor: Tensor, direction: Direction, stream: SimulatedStream) -> Span:
+        """Enqueues a copy; returns when it runs."""
         outward, region, number = direction is Direction.OUT, None, -1
         kind, what = (AccessKind.READ, "offload") if outward else (AccessKind.WRITE, "reload")
         if self._log is not None:
@@ -336,20 +313,14 @@ class SimulatedRuntime(ClockedRuntime):
             number = self._checker.entries - 1
         move = Move(slot, tensor, direction, Access(stream, kind, what, region, number))
         with self._lock:
-            copy = super()._move(slot, tensor, direction, stream)
+            self._launch()
+            start = self._occupy(stream, slot.nbytes / self._bandwidths[direction], what, slot.nbytes)
+            copy = Span("", start, stream.tail)
             stream.push(move)
             stream.fresh.append(move)
             if self._at_once or not stream.is_transfer:
                 self._carry_out(stream, stream.enqueued)
         return copy
-
-    def _occupy(self, stream: ClockedStream, seconds: float, what: str, nbytes: int) -> float:
-        ready = max(stream.tail, self.now)
-        start = super()._occupy(stream, seconds, what, nbytes)
-        if start > ready and not stream.is_transfer:
-            self.timeline.spans.append(StreamSpan(stream, ready, start, "stall", 0, is_transfer=False))
-        self.timeline.spans.append(StreamSpan(stream, start, stream.tail, what, nbytes, what in ("offload", "reload")))
-        return start
 
     def _carry_out(self, stream: SimulatedStream, position: int) -> None:
         """Carries out the first ``position`` steps of ``stream``, and whatever those wait for first."""

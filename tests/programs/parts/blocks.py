@@ -24,8 +24,8 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def blocks(count: int = 4) -> nn.ModuleList:
-    torch.manual_seed(0)
+def blocks(count: int = 4, seed: int = 0) -> nn.ModuleList:
+    torch.manual_seed(seed)
     return nn.ModuleList(Block() for _ in range(count))
 
 
@@ -72,5 +72,5 @@ class Step:
         return self
 
     @property
-    def result(self) -> object:
-        return self.x.grad.clone(), self.w.grad.clone()
+    def result(self) -> list[Tensor]:
+        return [self.x.grad.clone(), self.w.grad.clone()]

@@ -40,9 +40,7 @@ class Scaled(Tensor):
         raise AssertionError("a wrapper is not built from parts")
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, Scaled))
         plain = tree_map_only(Scaled, lambda scaled: scaled.values, (args, kwargs))
@@ -55,9 +53,7 @@ class Dissolving(Scaled):
     """Whatever is done to it gives a plain tensor."""
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(Dissolving, lambda wrapper: wrapper.values, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -66,9 +62,7 @@ class Renewed(Scaled):
     """Has a ``detach`` of its own, which starts to count versions anew."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.detach:
             (wrapper,) = args
             return Renewed(wrapper.values.detach(), wrapper.scale, wrapper.unit)
