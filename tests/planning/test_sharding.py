@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -171,27 +171,6 @@ def test_units_that_are_not_freed_stay_from_forward_to_backward() -> None:
     ]
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_mixed_precision_is_planned_as_it_will_run() -> None:
-    def lower() -> tuple[nn.Module, Tensor]:
-        model, x = layers()
-        return model.bfloat16(), x.bfloat16()
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    mixed, plain = planned(partial(sharded, layers, mp_policy=policy)), planned(partial(sharded, lower))
-    more = [
-        more - less for more, less in zip(mixed.live_bytes[1:], plain.live_bytes, strict=True)
-    ]  # the inputs are cast first
-    of_forward, of_gradient = 3 * LAYER // 2 + 2 * 16 * 4, LAYER // 2  # shards in float32, and what was cast
-    assert more == [of_forward] * 7 + [of_forward + of_gradient] * 2 + [of_forward + 2 * of_gradient]
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    reduced = planned(partial(sharded, layers, mp_policy=policy))
-    assert [more - less for more, less in zip(reduced.live_bytes, mixed.live_bytes, strict=True)] == [
-        *[0] * 8,
-        *[of_gradient] * 3,  # what is reduced has twice the bytes
-    ]
-
-
 class Blocks(nn.Module):
     """Five blocks between two layers of the root, which ``again`` has computed again, reentrantly or not."""
 
@@ -217,25 +196,36 @@ def half_frozen() -> nn.Module:
     return model
 
 
+LOWER = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+REDUCED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
 @pytest.mark.parametrize("rows", [4, 256])
 @pytest.mark.parametrize(
-    "made",
-    [Blocks, half_frozen, partial(Blocks, False), partial(Blocks, True)],
-    ids=["plain", "half frozen", "checkpointed", "reentrantly checkpointed"],
+    ("made", "options"),
+    [
+        pytest.param(Blocks, {}, id="plain"),
+        pytest.param(half_frozen, {}, id="half frozen"),
+        pytest.param(partial(Blocks, False), {}, id="checkpointed"),
+        pytest.param(partial(Blocks, True), {}, id="reentrantly checkpointed"),
+        pytest.param(Blocks, {"mp_policy": LOWER}, id="mixed"),
+        pytest.param(Blocks, {"mp_policy": REDUCED}, id="mixed, reduced in float32"),
+    ],
 )
-def test_the_peak_is_that_of_a_real_step_with_eight_ranks(made: Callable[[], Any], rows: int) -> None:
+def test_the_peak_is_that_of_a_real_step_with_eight_ranks(made: Any, options: dict[str, Any], rows: int) -> None:
     """As torch's own tracker of memory has it, within FSDP2 itself."""
     x = torch.ones(rows, 32)
-    plan = planned(lambda: (made(), x), mesh=(8,), config=None)
-    assert plan.moved_bytes == 0
+    plans = [] if options else [planned(lambda: (made(), x), mesh=(8,), config=None)]
     with group("fake", FakeStore(), 8):
-        model, _ = sharded(lambda: (made(), x))
+        model, _ = sharded(lambda: (made(), x), **options)
+        plans.append(planned(lambda: (model, x), config=None))
         tracker = FSDPMemTracker(model)
         tracker.track_inputs((x,))
         with tracker:
             model(x).backward()
     (found,) = tracker.get_tracker_snapshot("peak").values()
-    assert plan.peak_bytes == found["Total"]
+    for plan in plans:
+        assert (plan.moved_bytes, plan.peak_bytes) == (0, found["Total"])
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -280,13 +270,3 @@ def test_the_peak_is_that_of_a_real_step_with_tensor_parallelism(shards: int, se
     assert (plan.shards, plan.parts, plan.node) == (shards, 2, 2 * shards)
     assert plan.peak_bytes - plan.states.nbytes == found["Total"]
     assert f"each node of {2 * shards} devices: a peak of " in str(plan)
-
-
-@pytest.mark.parametrize("mesh", [8, "8", (), (0,), (-8,), (8.0,), (True,), (2, 2, 2), {}, {"ep": 2}, {"tp": 0}, None])
-def test_a_mesh_is_one_or_two_sizes_or_sizes_by_name(mesh: Any) -> None:
-    if mesh is None:
-        assert planned(layers, mesh=mesh).shards == 1
-        return
-    with pytest.raises(eo.ConfigError) as caught:
-        planned(layers, mesh=mesh)
-    assert f"mesh={mesh!r} is not accepted: mesh takes the sizes of a device mesh, such as (8,)" in str(caught.value)
