@@ -20,6 +20,21 @@ def right() -> Any:
     return _blocks()
 
 
+def has_a_buffer() -> Any:
+    class Counts(nn.Module):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return x
+
+    return _blocks(Counts())
+
+
 def on_meta() -> Any:
     with torch.device("meta"):
         return _blocks()
@@ -42,21 +57,6 @@ def has_other_gradients_with_offload() -> Any:
             return out
 
     return _blocks(Looks(64, 64, bias=False))
-
-
-def has_another_buffer_with_offload() -> Any:
-    class Counts(nn.Module):
-        count: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(1), persistent=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.count += 1 + int(os.environ["EAGER_OFFLOAD"])
-            return x
-
-    return _blocks(Counts())
 
 
 def is_killed() -> Any:

@@ -33,12 +33,18 @@ _READ: dict[str, Callable[[str], Any]] = {"yaml": yaml.safe_load, "json": json.l
 #: What a page calls the program of its reader.
 _READERS = {"train.py"}
 
-# Each page in a fork of a process that has torch already. Each block is compiled under its page and line, so that
-# tracebacks and `inspect` find it there.
+# Each page in a fork of a process that has imported torch's compiler and the frameworks, which takes most of the time.
+# Each block is compiled under its page and line, so that tracebacks and `inspect` find it there.
 _RUNNER = """
-import json, os, sys, types
-import torch
+import contextlib, gc, importlib, json, os, sys, types
 
+for name in ("_inductor.compile_fx", "_dynamo"):
+    importlib.import_module(f"torch.{name}")
+for name in ("accelerate", "lightning", "transformers.trainer", "trl.trainer.sft_trainer"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+gc.collect()
+gc.freeze()  # or each fork would copy what its collector looks through
 for directory, blocks in json.load(open(sys.argv[1])):
     if os.fork() == 0:
         break
