@@ -146,7 +146,7 @@ def _judge(runs: dict[str, dict[str, Any]]) -> tuple[int, str]:
             "cannot tell: nothing moved, so equal bits show nothing. Let smaller tensors move, such as by "
             "--settings min_bytes=1KiB --settings keep_last_bytes=0"
         )
-    also = f", {moved['again']} modules computed again" if moved["again"] else ""
+    also = f", {moved['again']} modules recomputed" if moved["again"] else ""
     what = f"{count} losses, gradients, parameters and buffers"
     return 0, f"equal: {what} of {steps} steps have the same bits with offload{also}"
 

@@ -34,9 +34,9 @@ class EagerOffloadArgs(BaseModel):
     @classmethod
     def _check(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and (given := data.get("eager_offload")) is not False:
-            if isinstance(given, Mapping):
-                OffloadConfig.from_given(given, {})  # raises a ConfigError: to pydantic, an error of the field
-            if data.get("activation_offloading"):
+            OffloadConfig.from_given(given if isinstance(given, Mapping) else None, {})  # may raise: an error of the field
+            # axolotl takes these values of gradient_checkpointing for activation_offloading, after this validator
+            if data.get("activation_offloading") or data.get("gradient_checkpointing") in ("offload", "offload_disk"):
                 said = "activation_offloading beside EagerOffloadPlugin is not accepted: both use saved-tensor hooks. "
                 raise ValueError(said + "Leave activation_offloading out, or set eager_offload: false")
         return data

@@ -37,7 +37,7 @@ def missing(extra: str, error: Exception) -> ImportError:
     """Returns the error to raise if the framework of ``eager_offload.integrations.<extra>`` cannot be imported."""
     return ImportError(
         f"eager_offload.integrations.{extra} needs {extra}, which cannot be imported here ({error}): "
-        f"pip install 'eager_offload[{extra}]', or '.[{extra}]' in a checkout",
+        f"pip install '.[{extra}]' in a checkout of eager_offload",
         name=getattr(error, "name", None),
     )
 

@@ -57,6 +57,8 @@ def get_act_offloading_ctx_manager(
         use_pin_memory: whether host memory is pinned.
         warn_if_no_head: whether to warn if ``model`` does not have ``get_output_embeddings``.
     """
+    if (offload := _made.get(model)) is not None and (offload.config.pin_memory is not False) == use_pin_memory:
+        return offload  # of another trainer of this model: a report finds it by the model
     offload = _made[model] = Offload() if use_pin_memory else Offload(pin_memory=False)
     offload.no_effect.note_use()  # training may never begin
     find = getattr(model, "get_output_embeddings", None)

@@ -52,7 +52,8 @@ def needs_plotly() -> Any:
         import plotly.graph_objects as found  # type: ignore[import-untyped]  # it declares no types
     except ImportError as error:
         raise OffloadError(
-            f"a figure needs plotly, which cannot be imported ({error}): pip install 'eager_offload[report]'"
+            f"a figure needs plotly, which cannot be imported ({error}): pip install '.[report]' in a checkout of "
+            "eager_offload"
         ) from error
     return found
 

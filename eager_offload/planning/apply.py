@@ -209,8 +209,8 @@ class _Again:
                 checks.inexact += inexact
         if is_first:
             warn(
-                f"module {self.name!r} saves values with other bits and nearly the same sums when it is computed again "
-                "in backward. Either its kernels are not deterministic, or change in the first steps: then gradients "
+                f"module {self.name!r} saves values with other bits and nearly the same sums when recomputed in "
+                "backward. Either its kernels are not deterministic, or change in the first steps: then gradients "
                 "are as exact as the kernels. Or the module has a state that changes a little with each call: then "
                 "gradients are wrong by about as little. Reported once; plan.apply(model, verify=True) raises instead"
             )

@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--accumulation", type=int, default=1, help="backwards to a step; default: %(default)s")
     parser.add_argument("--policy", default=POLICIES[0], choices=POLICIES, help="default: %(default)s")
-    parser.add_argument("--recompute", action="store_true", help="modules may be computed again in backward")
+    parser.add_argument("--recompute", action="store_true", help="modules may be recomputed in backward")
     parser.add_argument("--front", action="store_true", help="compare with other budgets")
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.add_argument("--save", metavar="FILE", help="write the plan there, for Plan.load")

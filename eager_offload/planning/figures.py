@@ -315,7 +315,7 @@ def _by_kind(program: Program) -> Counter[str]:
 
 def sentences(plan: PlanFigures) -> list[str]:
     """Returns the printed lines; the first one says whether the plan fits, its step time, and the bytes that move."""
-    lines = [_answer(plan), f"the least budget that can be kept is {size_text(plan.least_budget)}"]
+    lines = [_answer(plan), f"smallest budget that fits: {size_text(plan.least_budget)}"]
     if not plan.fits and plan.device_budget >= plan.least_budget:
         lines.append('less would be taken with policy="least", which keeps to its budget')
     elif not plan.fits:
@@ -325,10 +325,10 @@ def sentences(plan: PlanFigures) -> list[str]:
             f"less is taken with {again}a smaller batch, {mesh}or smaller max_inflight_bytes and prefetch_bytes"
         )
     about, times = about_text(plan.machine), plan.step_seconds / (plan.compute_seconds or 1)
-    again = " and with nothing computed again" if plan.again else ""
+    again = " or recompute" if plan.again else ""
     lines.append(
-        f"step: {about}{seconds_text(plan.step_seconds)}, {times:.3f} times one without transfers{again}; "
-        f"floor {about}{seconds_text(plan.floor_seconds)}, of compute or transfers alone"
+        f"step: {about}{seconds_text(plan.step_seconds)}, {times:.3f}x the step without transfers{again}; "
+        f"lower bound {about}{seconds_text(plan.floor_seconds)}"
     )
     if plan.checkpointing is not None:
         lines.append(
@@ -339,13 +339,13 @@ def sentences(plan: PlanFigures) -> list[str]:
         names, peak_bytes, seconds = plan.may_again
         lines.append(
             f"recompute=True would make that at most {seconds_text(seconds)} ({seconds / (plan.step_seconds or 1):.2f} "
-            f"times), with a peak of {size_text(peak_bytes)}: {_kinds(names)} computed again"
+            f"times), with a peak of {size_text(peak_bytes)}: {_kinds(names)} recomputed"
         )
     if plan.is_small and not plan.movable_bytes:
         smallest = size_text(plan.config.size("min_bytes"))
-        lines.append(f"nothing moves: beside parameters nothing that is saved is as large as min_bytes, {smallest}")
+        lines.append(f"nothing moves: no saved tensor except parameters reaches min_bytes, {smallest}")
     else:
-        again = f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.again else ""
+        again = f"; {size_text(plan.recomputed_bytes)} are recomputed" if plan.again else ""
         if plan.moved_bytes:
             again += f"; windows of {size_text(plan.window_bytes)}, fraction {plan.fraction:.2f}"
         lines.append(
@@ -373,11 +373,11 @@ def _answer(plan: PlanFigures) -> str:
     if plan.again:
         kept = dict.fromkeys(one.name for each in plan.kept for one in each)
         among = f" ({', '.join(kept)} among them)" if kept else ""
-        what = f"{stay} stay and {move} move{among}; the rest of {_kinds(plan.again)} is computed again"
+        what = f"{stay} stay and {move} move{among}; the rest of {_kinds(plan.again)} is recomputed"
     else:
         what = f"{move} move and {stay} stay" if plan.moved_bytes else "nothing moves"
     fits = f"fits in {peak} of {budget}" if plan.fits else f"does not fit: {peak}, more than the budget of {budget}"
-    return f"{fits}; {plan.step_seconds / compute:.2f} of a step without{instead}; {what}"
+    return f"{fits}; {plan.step_seconds / compute:.2f}x the step without transfers{instead}; {what}"
 
 
 def _kinds(names: Sequence[str]) -> str:

@@ -166,7 +166,7 @@ class Plan(PlanFigures, PlanSettings):
         It includes ``fixed_ways`` for comparison. The curves of live bytes leave out stalls, to share one time axis.
 
         Raises:
-            OffloadError: plotly is not installed: ``pip install 'eager_offload[report]'``.
+            OffloadError: plotly is not installed: ``pip install '.[report]'`` in a checkout.
         """
         needs_plotly()
         return _drawn(self, self.front(), self.fixed_ways())
@@ -183,7 +183,7 @@ def _drawn(plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) 
     without, compute, budget = ways[0].peak_bytes, plan.compute_seconds, plan.device_budget
     fits = "of" if plan.fits else "it does not fit:"
     times = f"{plan.step_seconds / (compute or 1):.3f} times {time_text(compute)}, a step without transfers"
-    again = f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.recomputed_bytes else ""
+    again = f"; {size_text(plan.recomputed_bytes)} are recomputed" if plan.recomputed_bytes else ""
     change = change_text(without, plan.peak_bytes)
     stack.tiles(
         [

@@ -120,7 +120,7 @@ class Check:
 
     def _error(self, what: str) -> OffloadError:
         return OffloadError(
-            f"module {self._name!r} does another thing when it is computed again in backward: {what}. Its gradients "
+            f"module {self._name!r} differs when recomputed in backward: {what}. Its gradients "
             "would be wrong, and were not computed; those of later modules are there and right, so call "
             "optimizer.zero_grad() before you go on. The module depends on something that has changed meanwhile: a "
             "counter, a cache, an iterator or a generator of random numbers of its own, or an argument that is no "

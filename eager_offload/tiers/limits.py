@@ -366,8 +366,14 @@ def _number(file: Path) -> int | None:
 # -- how many processes share this node -------------------------------------------------------------------------------
 
 #: Variables in which launchers export the number of processes on this node: torchrun and compatible launchers, worker
-#: groups on Ray, Open MPI, and Hydra (MPICH, Intel MPI).
-_NUMBERS = ("LOCAL_WORLD_SIZE", "RAY_LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+#: groups on Ray, Open MPI, Hydra (MPICH, Intel MPI), and Horovod.
+_NUMBERS = (
+    "LOCAL_WORLD_SIZE",
+    "RAY_LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "HOROVOD_LOCAL_SIZE",
+)
 #: Number of ranks set by an adapter; 0 for none. (Lightning exports the number of the whole run only.)
 ranks_of_adapter = 0
 #: Values of MASTER_ADDR if all ranks are on this node.
@@ -408,8 +414,8 @@ def warn_of_guess() -> None:
         warn_once(
             "ranks",
             f"nothing tells how many of the {found.number} processes of this run are on this node, so each takes its "
-            "share of memory and disks as if all were. Set LOCAL_WORLD_SIZE to how many there are, or give "
-            "host_budget and disk_budget in bytes",
+            "share as if all were. Set LOCAL_WORLD_SIZE to how many there are, or give host_budget and disk_budget in "
+            "bytes",
         )
 
 

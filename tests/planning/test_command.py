@@ -144,7 +144,7 @@ def test_times_of_a_machine_whose_measurements_differ_are_about(tmp_path: Path) 
     rough = replace(plan, machine=replace(plan.machine, spread=1.6))
     assert "; medians, spread 1.60\n" in str(rough)
     assert "step: about" in str(rough)
-    assert "floor about" in str(rough)
+    assert "lower bound about" in str(rough)
     assert ", about " in repr(rough)
     assert any(
         "about" in line for one in rough.figure().data if one.type == "table" for (line, *_) in one.cells["values"]

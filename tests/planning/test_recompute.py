@@ -57,7 +57,7 @@ def test_where_transfers_are_hidden_nothing_is_computed_again() -> None:
 
 def test_the_table_says_what_is_computed_again_and_a_file_keeps_it(plan: eo.Plan, tmp_path: Path) -> None:
     text = str(plan)
-    assert "are computed again" in text
+    assert "are recomputed" in text
     assert sum(row.recomputed_bytes for row in plan.rows()) == plan.recomputed_bytes
     assert next(line for line in text.splitlines() if line.startswith("module")).split()[-1] == "again"
     plan.save(tmp_path / "plan.json")

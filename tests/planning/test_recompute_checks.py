@@ -149,7 +149,7 @@ def trains_or_is_refused(plan: eo.Plan, made: Callable[[], nn.Module]) -> bool:
     if found:
         assert_identical(found, plain)
         return True
-    (name,) = (name for name in plan.again if f"module {name!r} does another thing" in text)
+    (name,) = (name for name in plan.again if f"module {name!r} differs when recomputed" in text)
     assert "zero_grad" in text
     assert all(one.grad is None for one in model.get_submodule(name).parameters())
     assert model.last.weight.grad is not None, "of a later module"
