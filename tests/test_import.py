@@ -270,7 +270,7 @@ def test_a_framework_that_is_missing_is_an_error_that_names_the_extra() -> None:
     said = printed_by("-c", MISSING).splitlines()
     for line, name in zip(said, ("accelerate", "lightning", "transformers"), strict=True):
         assert line.startswith(f"eager_offload.integrations.{name} needs {name}, which cannot be imported here (")
-        assert line.endswith(f"pip install 'eager_offload[{name}]', or '.[{name}]' in a checkout")
+        assert line.endswith(f"pip install '.[{name}]' in a checkout of eager_offload")
 
 
 def test_every_extra_that_an_error_names_is_one() -> None:

@@ -34,7 +34,7 @@ class EagerOffloadArgs(BaseModel):
     @classmethod
     def _check(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and (given := data.get("eager_offload")) is not False:
-            OffloadConfig.from_given(given if isinstance(given, Mapping) else None, {})  # may raise: an error of the field
+            OffloadConfig.from_given(given if isinstance(given, Mapping) else None, {})  # or an error of the field
             # axolotl takes these values of gradient_checkpointing for activation_offloading, after this validator
             if data.get("activation_offloading") or data.get("gradient_checkpointing") in ("offload", "offload_disk"):
                 said = "activation_offloading beside EagerOffloadPlugin is not accepted: both use saved-tensor hooks. "

@@ -74,8 +74,8 @@ def offload_from(given: Given, fields: Mapping[str, Any] | None = None) -> Offlo
     return given if fields.get("enabled", True) else Offload(given.config, **fields)
 
 
-#: Warn after this many steps without saved tensors, and of unmatched patterns after this many backwards: by then each
-#: model of the script was called.
+#: Steps without saved tensors before a warning; and backwards before unmatched patterns are reported, by which each
+#: model of the script has been called.
 _LOOKED_AT = 3
 
 
@@ -158,7 +158,8 @@ class OffloadedCalls:
                 return call(*arguments, **named)
             return unseen(call, arguments, named)
 
-        # Weak, or the module would never be freed: the call holds the one that `module.compile()` made, which holds it.
+        # Weak: the ModuleCall holds the call that `module.compile()` made, and that call holds the module, which would
+        # never be freed.
         self._call = weakref.ref(ModuleCall.begin(module, around))
         show_to_compilers()
         watch.put_on()

@@ -8,10 +8,10 @@
 The smallest limit binds. Limits are read again whenever they are needed, because other programs take memory too.
 
 [Note: frequency of looks]
-A look at the limits takes a few hundred microseconds. After a look, slabs are admitted without another up to an eighth
-of the room found, but at most a 16th of the memory held (or 32 MiB): the nearer the limit, the more looks. After a
-refusal, the next 256 MiB of requests are refused without a look. Both results are dropped when slabs are freed. A
-forward begins with a look if a tier has refused a request or handed out 1 GiB since the last look.
+A look at the limits takes a few hundred microseconds. A look also admits later slabs in advance: up to an eighth of the
+room found, and at most a 16th of the memory held or 32 MiB, whichever is larger. So looks become more frequent near the
+limit. After a refusal, the next 256 MiB of requests are refused without a look. Both results are dropped when slabs are
+freed. A forward begins with a look if a tier has refused a request or handed out 1 GiB since the last look.
 
 [Note: mounted control groups]
 Containers, Kubernetes pods, Slurm jobs and systemd services are control groups. The kernel kills a process that exceeds
@@ -548,7 +548,7 @@ class HostBound:
         """Admits a slab of ``nbytes`` bytes, which ``taker`` then takes from the system.
 
         Args:
-            given: whether the slab is for a budget in bytes: then only the reserve refuses.
+            given: whether the slab is for a budget in bytes, which only the reserve can refuse.
 
         Raises:
             NoRoomError: the slab is refused, which does not count as a lack: a smaller request may follow.

@@ -14,7 +14,7 @@ from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 import eager_offload as eo
@@ -37,7 +37,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def sft(path: Path, given: Any = None, *, lora: bool = False, **changes: Any) -> SFTTrainer:
+def sft(path: Path, given: Any = None, *, lora: bool = False, model: Any = None, **changes: Any) -> SFTTrainer:
     """A trainer that offloads in the way of ``given``."""
     texts = [" ".join(f"w{(line * 7 + word * word) % 61}" for word in range(30)) for line in range(12)]
     options: dict[str, Any] = {"peft_config": LoraConfig(r=4, lora_dropout=0.1, task_type="CAUSAL_LM")} if lora else {}
@@ -48,7 +48,7 @@ def sft(path: Path, given: Any = None, *, lora: bool = False, **changes: Any) ->
         options["callbacks"] = [given]
     torch.manual_seed(0)
     return kind(
-        llama(),
+        llama() if model is None else model,
         SFTConfig(**settings(path, **{"bf16": False, **changes})),
         train_dataset=Dataset.from_dict({"text": texts}),
         processing_class=tokenizer(),
@@ -132,3 +132,25 @@ def test_what_the_output_head_saves_stays_under_trls_flag() -> None:
     offload.close()
     with pytest.warns(RuntimeWarning, match="Linear has no get_output_embeddings"):
         trl.models.get_act_offloading_ctx_manager(torch.nn.Linear(4, 4)).close()
+
+
+@pytest.mark.usefixtures("installed")
+def test_trainers_of_one_model_share_an_offload_and_the_next_closes_what_a_failed_one_left(tmp_path: Path) -> None:
+    class Fails(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise ZeroDivisionError
+
+    failing = sft(tmp_path, Fails(), activation_offloading=True)
+    offload, model = failing.maybe_activation_offload_context, failing.model
+    with pytest.raises(ZeroDivisionError):
+        failing.train()
+    assert offload.stats(synchronize=True).bytes_out > 0
+    assert trl.models.get_act_offloading_ctx_manager(model) is offload
+    assert trl.models.get_act_offloading_ctx_manager(llama()) is not offload
+    following = sft(tmp_path, activation_offloading=True, model=model)
+    assert following.maybe_activation_offload_context is offload
+    before = offload.stats().bytes_out
+    following.train()
+    assert offload.stats().bytes_out > before
+    assert following.state.log_history[0]["offload/moved_mib"] > 0
+    assert not list(tmp_path.glob("**/*.spill"))

@@ -135,7 +135,7 @@ def test_without_plotly_one_error_names_the_extra_and_text_works(
     assert main(["report", str(path)]) == 2, "at once: before the trace is read"
     assert main(["plan", "no.such.module:model", "--html", str(path)]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert ["pip install 'eager_offload[report]'" in line for line in errors] == [True, True]
+    assert ["pip install '.[report]'" in line for line in errors] == [True, True]
     write_trace(EXAMPLE, path)
     assert main(["report", str(path), "--text"]) == 0
     assert capsys.readouterr().out.strip() == to_text(EXAMPLE)

@@ -80,6 +80,7 @@ def test_axolotls_configuration_has_the_field_and_says_what_it_does_not_take() -
     with pytest.raises(ValueError, match="devise_budget"):
         made(**GIVEN, eager_offload={"devise_budget": 1})
     for given in {"device_budget": "60GiB"}, {}, None:
-        with pytest.raises(ValueError, match="activation_offloading beside EagerOffloadPlugin"):
-            made(**GIVEN, eager_offload=given, activation_offloading=True)
+        for theirs in {"activation_offloading": True}, {"gradient_checkpointing": "offload"}:
+            with pytest.raises(ValueError, match="activation_offloading beside EagerOffloadPlugin"):
+                made(**GIVEN, eager_offload=given, **theirs)
     assert eo.ConfigError.__mro__.index(ValueError)

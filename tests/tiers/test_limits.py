@@ -68,7 +68,7 @@ def test_what_keeps_memory_from_being_pinned_has_a_name(
         ({"MPI_LOCALNRANKS": "6", "PMI_SIZE": "12"}, 6),
         ({"SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}, 1),
         ({"SLURM_NTASKS": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.7"}, 4),
-        ({"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2"}, 1),
+        ({"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2"}, 2),
         ({"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "4"}, 4),
         ({"MASTER_ADDR": "Localhost", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2),
         ({"MASTER_ADDR": "localhost"}, 1),
