@@ -183,18 +183,18 @@ class OffloadConfig(_BesideFields):
     max_inflight_bytes: Size = "auto"
     """The in-flight window: bytes on their way out whose source is still held. It bounds the extra device memory in
     forward. A larger storage travels alone. ``"auto"`` is the largest of an 8th of the movable bytes of the last step,
-    but at most 256 MiB; a 64th of them; and 4 times the largest size that four of its tensors have. It is at most a
-    quarter of those bytes, and a 16th of the device's memory. In a first step it is 64 MiB, or 4 times the largest size
-    that four tensors have had so far. On an accelerator that is the most: a step like two that were timed has the least
-    window with which nothing waits, if the link is not busy. The stats report the window in force."""
+    but at most 256 MiB; a 64th of them; and 4 times the fourth-largest tensor. It is at most a quarter of those bytes,
+    and a 16th of the device's memory. In a first step it is 64 MiB, or 4 times the fourth-largest tensor so far. On an
+    accelerator this is an upper limit: after two timed steps a matching step takes the smallest window that avoids
+    stalls, if the link is not busy. The stats report the window in force."""
 
     prefetch_bytes: Size = "auto"
-    """The prefetch window: bytes reloaded before backward asks for them. It bounds the extra device memory in backward.
+    """The prefetch window: bytes reloaded before backward needs them. It bounds the extra device memory in backward.
     A larger storage is prefetched alone; with 0 nothing is prefetched. ``"auto"`` as for ``max_inflight_bytes``."""
 
     keep_last_bytes: Size = "auto"
-    """The newest saved bytes, which stay because backward asks for them at once: a queue of so many bytes for each
-    thread that runs forwards, outside the in-flight window. ``"auto"`` is ``prefetch_bytes`` in an unknown step. In a
+    """The last saved bytes, kept because backward needs them first; each thread that runs forwards keeps this many,
+    outside the in-flight window. ``"auto"`` is ``prefetch_bytes`` in an unknown step. In a
     step like an earlier one, it is at most that, and only tensors stay that backward needed before they could have left
     and returned. If the earlier step saved at most a quarter more than ``prefetch_bytes``, all of it stays, because
     reloading would take the memory that moving frees."""

@@ -196,7 +196,11 @@ class MatchedModules:
         self._names: dict[str, None] | None = None
 
     def copy(self, memo: Mapping[int, Any] | None = None) -> MatchedModules:
-        """Returns a copy for a copied ``Offload``; ``memo``: the memo of a deep copy."""
+        """Returns a copy for a copied ``Offload``.
+
+        Args:
+            memo: the memo of a deep copy; ``None`` for a shallow one.
+        """
         copied = MatchedModules()
         copied._is_copy = True
         for one, module in self._alive():

@@ -359,8 +359,8 @@ class Use:
     __slots__ = ("following", "nbytes", "rank", "storage", "unpacked_in", "unpacks")
     storage: Stored
     nbytes: int
-    #: The use that is expected after this one, and this one's place in the order: each use has a higher rank than the
-    #: next one.
+    #: The use expected next, or ``None``; and a rank, which is highest for the first expected use and falls by 1 per
+    #: use.
     following: Use | None
     rank: int
     #: The number of unpacks, and the backward of the latest one: with ``retain_graph`` there may be several.
@@ -447,8 +447,8 @@ class PrefetchOrder:
        made up for the misses, or when a new order is set.
     """
 
-    #: How many unpacks a promise may be overdue before it may be dropped (an operator unpacks its saves in any order).
-    #: Also the number of unpacked uses at which the look-ahead stops in one unpack.
+    #: The number of unpacks by which a promise may be overdue before it may be dropped (an operator unpacks its saves
+    #: in any order); and the number of unpacked uses that one look-ahead skips before it stops.
     PATIENCE = 16
     #: The surplus of misses at which the order is unknown, and the largest distance from the expected use of a hit.
     MISSES, NEAR = 4, 2

@@ -28,12 +28,14 @@ each step would get a table of its own, and no table would be used twice. To pre
 With a controller each combination of sizes keeps its own table, because the controller sets a fraction for each.
 
 [Note: choosing a fate]
-    MOVE     backward needed it after a round trip would have finished: the copy starts as soon as the bytes are final
-    STAY     backward needed it sooner: it stays while it is among the newest bytes. If a step saves hardly more than
-             may stay anyway, all of it stays
-    REST     steps timed on the device show that backward needed it before a copy could finish: it always stays
-    KEEP     the program still referenced its storage at unpack, so moving it would free nothing
-    SHARE    its storage belongs to an earlier save, whose copy out waits for the last save of that storage
+    MOVE     backward needed the tensor after a round trip would have finished: the copy starts as soon as the bytes
+             are final
+    STAY     backward needed the tensor sooner: the tensor stays while it is among the last saved bytes. A step whose
+             movable bytes fit into ``StepTables.room`` stays whole
+    REST     steps timed on the device show that backward needed the tensor before a copy could finish: the tensor
+             always stays
+    KEEP     the program still referenced the storage at unpack, so moving it would free nothing
+    SHARE    the storage belongs to an earlier save, whose copy out waits for the last save of that storage
 With a budget, or if only hidden copies are allowed, ``core/budget.py`` chooses instead: see ``KnownTable.share``.
 """
 
@@ -85,7 +87,7 @@ class Fate(StrEnum):
     MOVE = "move"
     """It leaves as soon as it is final."""
     STAY = "stay"
-    """It could leave, but stays while it is among the newest bytes."""
+    """It could leave, but stays while it is among the last saved bytes."""
     REST = "rest"
     """It could leave, but always stays: backward needs it before a copy could finish."""
 
@@ -317,7 +319,7 @@ class KnownTable:
     seen: Times | None = None
     #: The first of two steps that are timed on the device.
     timed: Times | None = None
-    #: Whether two steps have been timed on the device, and how many had matched by then.
+    #: Whether two steps were timed on the device; the value of ``times`` when the second one was.
     is_timed: bool = False
     timed_after: int = 0
     #: From these two steps: the smallest windows, and the saves that always stay.
@@ -437,8 +439,11 @@ class KnownTable:
 
 
 class StepScript:
-    """The steps of one call of a function, which the next call has to repeat. ``expected``: the script of the previous
-    call, which this call is checked against; ``None``: record only."""
+    """The steps of one call of a function, which the next call has to repeat.
+
+    Args:
+        expected: the script of the previous call, which this call is checked against; ``None``: record only.
+    """
 
     def __init__(self, expected: StepScript | None = None) -> None:
         #: The log of each step, and the numbers of its saves that have moved.
@@ -591,8 +596,12 @@ class StepTables:
         return fraction
 
     def missed(self, known: KnownTable, what: str) -> None:
-        """Counts a step that differed from ``known``, the table that it followed, and that matches no other table.
-        ``what``: the kind of difference, a key of ``stats().table_misses``."""
+        """Counts a step that differed from the table that it followed, and that matches no other table.
+
+        Args:
+            known: the table that the step followed.
+            what: the kind of difference, a key of ``stats().table_misses``.
+        """
         misses = self._accounts.counters.table_misses
         misses[what] = misses.get(what, 0) + 1
         known.misses += 1
@@ -646,7 +655,7 @@ class Kept(NamedTuple):
 
 
 class StepRecord(FinalizerRecord["Step"]):
-    """A weak reference to a step, which holds the step's log."""
+    """A weak reference to a step. Holds the step's log, which outlives the step."""
 
     __slots__ = ("log", "saves")
     log: StepLog
@@ -672,6 +681,7 @@ class Step:
         #: True once every saved tensor has been unpacked: the next save starts a new step (a single context may span
         #: many). Also set after ``_MOST_SAVES`` saves.
         self.is_over = False
+        #: ``contexts.thread.phase`` at the first save: another phase begins another step.
         self.phase: object = None
         #: Kept storages by key, for further saves of the same storage.
         self.kept: dict[Hashable, Kept] = {}

@@ -115,6 +115,7 @@ class Moves:
         offloader, order, saved, step = self._offloader, self._order, view.storage, view.step
         runtime, record = offloader.runtime, saved.record
         if offloader.is_captured:
+            # A source that this or a promised unpack needs is not released.
             offloader.send_one(lambda one: one is record or one in order.promised)
         with offloader.lock:
             offloader.poll()
@@ -143,6 +144,7 @@ class Moves:
                 if expected is not None:  # the order has changed
                     order.arrange(step.uses, expected)
                 backward = current_backward()
+                # With ``retain_graph`` backward may unpack this use again, so the order may hold the reload.
                 again = transfer is not None and transfer is record.reload and backward >= 0 and keeps_graph()
                 plan = order.on_unpack(step.uses, view.use, backward, again=again)
                 if plan.drop or plan.bring:

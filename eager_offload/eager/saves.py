@@ -193,8 +193,8 @@ class SavedTensors:
                 last_save = None if row is None or row.last_save < 0 else row.last_save
                 is_controlled = row is not None and self.tables.controller is not None
                 if last_save is not None:
-                    # A storage that does not wait moves again after its next save. With a controller, these bytes would
-                    # exceed its fraction, so more bytes may wait.
+                    # Without waiting, the storage is copied again after its next save. With a controller the second
+                    # copy would exceed the fraction, so more bytes may wait.
                     most = self._windows.inflight * (AWAITED_WINDOWS if is_controlled else 1)
                     if queue.awaiting_bytes + area.nbytes > most:
                         last_save = None
@@ -246,8 +246,8 @@ class SavedTensors:
             return False
 
     def share(self, tensor: Tensor, queue: ResidentQueue, packed_at: int, step: Step) -> SavedView | None:
-        """Returns a handle to an already offloaded storage that contains ``tensor``, or ``None``; arguments as for
-        ``save``."""
+        """Returns a handle to a saved storage that contains ``tensor`` (waiting, offloaded or kept), or ``None``;
+        arguments as for ``save``."""
         offloader = self.offloader
         if offloader.is_crashed or offloader.refuses_saves():
             return None
@@ -262,7 +262,8 @@ class SavedTensors:
                 return self._share(whole, tensor, step)
             if whole.record.state is WAITING or footprint(tensor, storage.nbytes()).whole:
                 return None
-        saved = self.save(tensor, queue, packed_at, step, None)  # a kept part would keep the whole storage
+        # Keeping this part would keep the whole storage alive, so offload the part.
+        saved = self.save(tensor, queue, packed_at, step, None)
         return saved if isinstance(saved, SavedView) else None
 
     def flush(self, queue: ResidentQueue, *, waits: bool = True) -> None:
@@ -308,9 +309,9 @@ class SavedTensors:
         Writes may be invisible (``.data``, NumPy and other libraries' kernels change no version). So:
 
         1. A kept storage serves every save.
-        2. A copy that has started serves earlier saves only; a later save makes a new ``SavedStorage``. The exception
-           is a tensor that requires grad and that is saved in the same version by the operator during whose save the
-           copy started: nothing ran in between.
+        2. A copy that has started serves earlier saves only; a later save makes a new ``SavedStorage``. The
+           exception: the tensor requires grad, and the operator whose save started the copy saves it again in the same
+           version. Nothing ran in between, so the bytes are equal.
         3. A copy that has not started serves saves on the stream that it will be ordered after. If the bytes have been
            written between two saves, the version has changed too, and the unpack of the earlier save raises. A tensor
            that does not require grad may still be filled, so its save has to postpone the copy. Only the thread of the

@@ -146,9 +146,10 @@ class DeviceOffloader(Transfers):
             return oldest not in self._out
 
     def send_one(self, stays: Callable[[CountedBytes], bool]) -> None:
-        """In captured steps and their warm-ups: copies out the oldest queued source, and releases it.
+        """Does nothing: a source is released when its copy is over.
 
-        Called when backward unpacks a tensor. Does nothing here: a source is released when its copy is over.
+        Captured steps and their warm-ups override this to copy out and release the oldest queued source. Called when
+        backward unpacks a tensor.
 
         Args:
             stays: selects the sources that must not be released, because backward needs them soon.
@@ -225,7 +226,7 @@ class DeviceOffloader(Transfers):
         return True
 
     def synchronize(self) -> None:
-        """Waits until all transfers are over and compute has passed its waits, except for those that start later."""
+        """Waits until all transfers that have started or are queued are over, and compute has passed its waits."""
         with self.crashing():
             self.wait_until_left()
             with self.lock:

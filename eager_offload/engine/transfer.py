@@ -115,7 +115,11 @@ class CountedBytes:
         self.state, self.kept = KEPT, reason
 
     def on_unpack(self, *, resident: bool) -> None:
-        """Counts the first unpack since the bytes left; ``resident``: they are still or again on the device."""
+        """Counts the first unpack since the bytes left.
+
+        Args:
+            resident: whether the bytes are still or again on the device.
+        """
         if not self.is_unpacked:
             self.is_unpacked = True
             if resident:

@@ -350,8 +350,11 @@ class Transfers:
         return target, transfer
 
     def add_resident(self, nbytes: int, transfer: Transfer | None = None) -> None:
-        """Counts ``nbytes`` more bytes as held by the library on the device. ``transfer``: the transfer to count them
-        for, if the stats do not follow their storage."""
+        """Counts ``nbytes`` more bytes as held by the library on the device.
+
+        Args:
+            transfer: the transfer to count them for, if the stats do not follow their storage.
+        """
         self.resident_bytes += nbytes
         counters = self.accounts.counters
         live = counters.live

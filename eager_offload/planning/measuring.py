@@ -142,8 +142,9 @@ def _with_link(machine: Machine, link: LinkRates) -> Machine:
 _SECONDS = 0.02
 #: Rows and columns of a product and bytes of a copy, at a scale of 1.
 _ROWS, _BYTES = 512, 2 << 20
-#: The first of these scales is used at which a product (or copy) takes 0.02 s and is at most 1.5 times as fast as at
-#: the scale before, or takes 0.1 s. On busy cores the threads of a small product wait 16 to 50 ms for each other.
+#: Scales are tried in order until a product (or copy) takes more than 0.02 s and is at most 1.5 times as fast as at the
+#: scale before, or takes more than 0.1 s. Small products are too short: on busy cores their threads wait 16 to 50 ms
+#: for each other.
 _SCALES, _LARGE_ENOUGH, _RISING, _LONGEST = (1, 2, 3, 4, 6, 8), 0.02, 1.5, 0.1
 
 
@@ -200,8 +201,8 @@ def _undisturbed() -> Iterator[None]:
 def _rates_of(device: torch.device) -> Machine:
     if not _is_here(device):
         raise ConfigError(
-            f"device={str(device)!r} is not accepted: it is not on this machine, to be measured. Known without that "
-            f"are {', '.join(TABLE)}; an eager_offload.Machine describes any other"
+            f"device={str(device)!r} is not accepted: it is not on this machine, so it cannot be measured. Known "
+            f"without measuring: {', '.join(TABLE)}; describe any other by an eager_offload.Machine"
         )
     with _undisturbed():
         works = [_sized(device, partial(_product, device, torch.float32)), _sized(device, partial(_copy, device))]

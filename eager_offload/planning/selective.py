@@ -42,6 +42,8 @@ class Policy:
 
     @property
     def other(self) -> str | None:
+        """Returns the first kind of operator whose number of calls differs from the plan, as a text; ``None`` if none
+        does."""
         for one in self.kept:
             if (calls := self._calls[one.kind]) != one.calls:
                 return f"{one.kind} {calls} times instead of {one.calls}"
@@ -85,7 +87,7 @@ def _saving(base: Any) -> type:
     call_base = dispatch_of(base)
 
     class SavingMode(base):  # type: ignore[misc]  # a class of torch's, found when it runs
-        supports_higher_order_operators = True  # torch registers its rules for them by the exact class of a mode
+        supports_higher_order_operators = True  # torch registers their rules by the exact class of a mode
         policy: Policy
 
         def __torch_dispatch__(
@@ -166,7 +168,7 @@ def _operator(func: Any) -> _Operator:
     return _Operator(func in SAC_IGNORED_OPS, kind_of_call(func), written)
 
 
-#: A name of a storage, and the offset in elements that is subtracted from those of its tensors.
+#: The name of a storage, and its argument's offset in elements: offsets of tensors are compared relative to it.
 _Name: TypeAlias = tuple[tuple[object, int], int]
 _MADE_BY_PYTHON = torch.ops.aten.lift_fresh.default
 #: Parts of the errors of torch's mode for a result that was written to, and for a missing result.
@@ -176,8 +178,9 @@ _REFUSALS = ("has been mutated", "encountered during backward")
 class _Flow:
     """Names the arguments of the operators in one run of a block, without holding them.
 
-    Each storage gets a name that is the same in each run: of an argument of the block its place, of a result its
-    operator, of any other tensor (e.g. a parameter) its number in the order of first use.
+    Each storage has a name that is equal in each run: its place, if it belongs to an argument of the block; its
+    operator's number and result's place, if an operator made it; otherwise (e.g. a parameter) its number in the order
+    of first use.
     """
 
     def __init__(self) -> None:
@@ -227,6 +230,7 @@ class _Flow:
                     self._names[storage] = (number, place), 0
 
     def _told(self, one: Any) -> object:
+        """Returns the part of a call's signature for one argument."""
         kind = type(one)
         if kind in (list, tuple):
             return [*map(self._told, one)]

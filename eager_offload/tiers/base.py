@@ -110,7 +110,11 @@ class MustGrow(Exception):
 
 
 class NoRoomError(MemoryError):
-    """A request exceeds a budget or the reserve. ``lacked``: the bytes that ``HostBound`` has refused, else 0."""
+    """A request exceeds a budget or the reserve.
+
+    Args:
+        lacked: the bytes that ``HostBound`` refused; otherwise 0.
+    """
 
     def __init__(self, shortage: Shortage, lacked: int = 0) -> None:
         super().__init__(shortage.reason)

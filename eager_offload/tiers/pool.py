@@ -68,9 +68,10 @@ class ExactSizes:
 class PowersOfTwo:
     """Slab sizes for a system that rounds up to powers of two, as torch's allocator of pinned memory does.
 
-    Every slab is a power of two, so that rounding wastes nothing. The rest after the last whole multiple of a request
-    only serves smaller requests. So the size is the smallest power of two whose rest is at most a 20th of the slab,
-    unless that would more than double the pool (and exceed 1 GiB).
+    Every slab is a power of two, so that rounding wastes nothing. A slab ends in an unused rest unless its size is a
+    multiple of the request; only smaller requests can use the rest. The size is the smallest power of two whose rest is
+    at most a 20th of it. If that would more than double a pool (and exceed 1 GiB), the size with the smallest relative
+    rest is taken.
     """
 
     _LEAST, _SHARE, _FREELY = 1 << 20, 8, 1 << 30
@@ -445,7 +446,8 @@ class Pool(Cutter):
                 return take(memory=self._new_memory(wanted, least, quota))
 
     def _new_memory(self, wanted: int, least: int, quota: Quota | None) -> Tensor:
-        for size in dict.fromkeys((wanted, least)):  # a smaller slab is cheaper than pinning idle memory again
+        # The smaller size comes before freeing idle slabs: pinning that memory again would cost more.
+        for size in dict.fromkeys((wanted, least)):
             with suppress(MemoryError, RuntimeError):
                 return self._admitted(size, quota)
         self.release_idle()
@@ -476,7 +478,7 @@ class Pool(Cutter):
                 self.bound.update()
 
     def _count_lack(self, error: BaseException) -> None:
-        """Counts the bytes that the bound has refused, if it has, now that no smaller request follows."""
+        """Counts refused bytes as lacking, if the bound refused them: called once the smallest size was refused too."""
         if self.bound is not None and isinstance(error, NoRoomError) and error.lacked:
             self.bound.lack(error.lacked)
 
