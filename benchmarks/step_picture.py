@@ -2,9 +2,9 @@
 
     python -m benchmarks.step_picture     writes docs/images/step.png
 
-A Llama of 1B parameters, one sequence of 32,768 tokens, AdamW, on the numbers of an H100. The curves are those of the
-simulator, which agrees with the card's measured peaks within 3 % and with its steps within 7 %
-(``tests/planning/test_card.py``); no card has recorded its memory over time.
+A Llama of 1B parameters, one sequence of 32,768 tokens, AdamW, simulated on the data sheet of an H100: peaks are within
+3 % of measured ones (``tests/planning/test_card.py``), steps without offload are about 10 % too short. No card has
+recorded its memory over time.
 """
 
 from __future__ import annotations

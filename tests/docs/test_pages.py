@@ -42,8 +42,8 @@ def test_each_wrong_gradient_in_the_wild_names_a_file_that_proves_its_hazard() -
         ("hooks", "followed, host, 64KiB: us", "{:.0f} in one that repeats"),
         ("hooks", "kept, parameter: us above the pair", "{:.1f} to 1.9 for one that stays"),
         ("hooks", "kept, small: us above the pair", "1.2 to {:.1f} for one that stays"),
-        ("cpu_train", "offload, huge pages: time to default malloc", "both took {:.2f} of one without"),
-        ("cpu_train", "offload, huge pages: memory", "at {:.2f} of the activation memory"),
+        ("cpu_train", "offload, huge pages: time to default malloc", "both, a step took {:.2f} times that of plain"),
+        ("cpu_train", "offload, huge pages: memory", "Activation memory was {:.2f} of plain training"),
     ],
 )
 def test_a_number_of_when_it_pays_is_that_of_the_result_file(file: str, limit: str, quoted: str) -> None:
