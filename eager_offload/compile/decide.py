@@ -3,17 +3,17 @@
 [Note: budgets of graphs]
 A budget bounds the bytes of one forward and its backward, derived from the two graphs as if operators ran one by one:
 inputs and parameters for the whole step, gradients and outputs from their creation on, other values from creation to
-last use. A compiler that fuses operators uses less memory. A graph does not know other memory: optimizer
-states, other models, other allocations of the process. If the graph is a part of a step, it does not know either how
-many bytes the other parts keep. So a budget applies to graphs that are a whole step, which return a loss and take no
-activations. In other graphs all movable values move, which needs the least memory. ``policy="free"`` works for each
-graph alone, because each graph waits for its own transfers.
+last use. A compiler that fuses operators uses less memory. A graph does not show other memory: optimizer states, other
+models, other allocations of the process. A graph of a part of a step does not show either how many bytes the other
+parts keep. So a budget applies only to graphs of a whole step, which return a loss and take no activations. In other
+graphs all movable values move, which needs the least memory. ``policy="free"`` is decided for each graph alone, because
+each graph waits for its own transfers.
 
 [Note: roofline estimates]
 An operator takes the longer of the time for its FLOP and the time for its bytes (the roofline model of Williams,
-Waterman and Patterson). All operators count. A call is either an operator call seen by a tracer, or a node of a graph,
-with the sizes seen while tracing for symbolic sizes. The estimates place transfers and choose values; results do not
-depend on them.
+Waterman and Patterson). All operators count. A call is either an operator call seen by a tracer, or a node of a graph;
+a symbolic size counts as the size seen while tracing. The estimates place transfers and choose the values that move;
+results do not depend on them.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def counts_flops(call: OperatorCall | Node) -> bool:
 
 
 def is_single(call: OperatorCall | Node) -> bool:
-    """Returns whether ``call`` computes in 32 bits or more, by its first tensor; true without a tensor."""
+    """Returns whether the first tensor of ``call`` has elements of 32 bits or more; true without a tensor."""
     call = _as_call(call)
     given = next((one for one in tree_iter((call.arguments, call.named)) if isinstance(one, Tensor)), None)
     return given is None or given.itemsize >= 4

@@ -161,7 +161,7 @@ def insert_asynchronous_in_place(graph: Graph) -> None:
     z = mm(y, t)                              wait_tensor(y, host)
                                               z = mm(y, t)
 
-    The wait takes the source as keepalive, so that no kernel reuses its memory before.
+    The wait takes the source as keepalive, so that no kernel reuses its memory before the wait.
     """
     order = positions(graph)
     for node in list(graph.nodes):
@@ -178,7 +178,7 @@ insert_asynchronous = on_a_copy(insert_asynchronous_in_place)
 
 
 def _keep_layouts(forward: Graph, leaving: Iterable[Node]) -> None:
-    """Has Inductor keep the strides of ``leaving`` values as it did when they were results of ``forward``.
+    """Makes Inductor keep the strides of ``leaving`` values, as it does for the results of a graph.
 
     With other strides a matrix product would sum in another order and return other bits. In graphs with convolutions,
     four-dimensional values are left out: Inductor gives them the strides that convolutions prefer, offload or not.
@@ -197,7 +197,12 @@ Geometry: TypeAlias = tuple[list[int | Node], list[int | Node]]
 
 
 def insert_offload(graph: Graph, group: Group, text: str, window: int, region: str | None) -> Node:
-    """Inserts the offload of ``group`` after its base. ``window``: see ``order.sink_waits_in_place``."""
+    """Inserts the offload of ``group`` after its base.
+
+    Args:
+        window: see ``order.sink_waits_in_place``.
+        region: as in ``region_of``; ``None`` except in a graph's first offload.
+    """
     base = group.base
     value: Tensor = base.meta["val"]
     arguments: dict[str, Argument] = {"config": text, "window": window}
@@ -216,7 +221,11 @@ def insert_offload(graph: Graph, group: Group, text: str, window: int, region: s
 
 
 def insert_reload(graph: Graph, group: Group, host: Node, text: str, window: int) -> Node:
-    """Inserts the reload of ``group`` at the insertion point. ``window``: see ``order.prefetch_in_place``."""
+    """Inserts the reload of ``group`` at the insertion point.
+
+    Args:
+        window: see ``order.prefetch_in_place``.
+    """
     value: Tensor = group.base.meta["val"]
     reload = graph.call_function(ops.reload, (host, value.device), {"config": text, "window": window})
     reload.meta = {"val": value}
@@ -275,13 +284,13 @@ def region_of(choice: Choice) -> str:
     moved = ";".join(f"{group.base.name} {tuple(group.base.meta['val'].shape)}" for group in choice.groups)
     kept: dict[KeepReason, int] = {}
     for node, reason in choice.kept.items():
-        if (value := tensor_of(node)) is not None:  # an unknown size counts as 1, so that the bytes are never too many
+        if (value := tensor_of(node)) is not None:  # an unknown size counts as 1, so that the sum is not too large
             kept[reason] = kept.get(reason, 0) + hint(value.numel(), default=1) * value.itemsize
     return ",".join((digest(moved)[:8], *(f"{reason.value}={nbytes}" for reason, nbytes in sorted(kept.items()))))
 
 
 def insert_report(graph: Graph, choice: Choice, config: OffloadConfig) -> None:
-    """Has a graph that moves nothing count its kept bytes when it runs: offloads an empty tensor at its end."""
+    """Makes a graph that moves nothing count its kept bytes when it runs, by the offload of an empty tensor."""
     if choice.groups or not choice.kept:
         return
     value = next(iter(choice.kept)).meta["val"]
@@ -329,8 +338,8 @@ _thread = _Thread()
 
 @contextmanager
 def compiling_for(text: str) -> Iterator[None]:
-    """Makes graphs that the calling thread compiles in this context offload by the configuration ``text``, whatever
-    hooks are in force."""
+    """Makes graphs that the calling thread compiles in this context offload by the configuration ``text``, regardless
+    of the hooks in force."""
     if not patches():
         warn(f'torch {torch.__version__} does not let backend="eager_offload" offload inside of its graphs')
     contexts.patches.add(patches())

@@ -184,7 +184,7 @@ def prefetch_in_place(
         start = max(min(bisect_right(began, free) - 1, one.needed), one.earliest)
         if pins[start] >= one.earliest:
             start = pins[start] + 1
-        elif last_results[start] >= one.earliest:  # all pins would be between products that share an input: go before
+        elif last_results[start] >= one.earliest:  # every pin is between products that share an input
             start = one.earliest
         one.start = start
     _hold_back(reloads, cap_bytes)
@@ -313,7 +313,7 @@ def pin_in_place(graph: Graph) -> None:
     nodes = list(graph.nodes)
     dependencies: dict[Node, list[Node]] = {}
     product: Node | None = None  # the last product
-    later: set[Node] = set()  # nodes that depend on it; as long as there is none, all nodes
+    later: set[Node] = set()  # nodes that depend on ``product``; all nodes before the first product
     pending: list[Node] = []  # transfers to finish before the next product
     previous: Node | None = None  # the transfer directly before, if any
     for position, node in enumerate(nodes):
@@ -322,7 +322,7 @@ def pin_in_place(graph: Graph) -> None:
             if lower is not None and lower not in node.all_input_nodes:
                 node.kwargs = {**node.kwargs, "after": lower}
             if previous is not None:
-                pending.pop()  # this transfer depends on it
+                pending.pop()  # this transfer depends on the previous one
             pending.append(_end(node))
             previous = node
         elif node.op == "call_function":
@@ -344,9 +344,9 @@ pin = on_a_copy(pin_in_place)
 
 
 def _lower_bound(nodes: Sequence[Node], position: int, product: Node | None, later: set[Node]) -> Node | None:
-    """Returns the node that the transfer at ``position`` must come after; ``None`` if it does by data flow.
+    """Returns the node that the transfer at ``position`` must come after; ``None`` if data flow alone ensures that.
 
-    The pin keeps this node in memory until the transfer. So a node is preferred that stays in memory anyway: the source
+    The pin keeps this node in memory until the transfer. So a node that stays in memory anyway is preferred: the source
     of the last offload in a row of transfers, or a returned value if the row ends the graph.
     """
     given = nodes[position].all_input_nodes
@@ -370,7 +370,7 @@ def _made_before(product: Node) -> list[Node]:
 
 
 def _end(transfer: Node) -> Node:
-    """Returns the node on which to depend to come after ``transfer``: for a wait, the tensor that it writes to."""
+    """Returns the node that later nodes depend on to come after ``transfer``: for a wait, the tensor it writes to."""
     return cast(Node, transfer.args[0]) if transfer.target is ops.wait_tensor else transfer
 
 
@@ -445,8 +445,8 @@ _lock = ForkSafeLock()  # `_users` and the option change together
 
 
 def install(user: object) -> None:
-    """Adds the pass to Inductor's configuration, until the last ``user`` is gone: a backward may be
-    compiled after its context. Without transfers in a graph the pass changes nothing."""
+    """Adds the pass to Inductor's configuration, until the last ``user`` is gone, because a backward may be compiled
+    after its context. The pass changes only graphs with transfers."""
     with _lock.lock:
         _users.add(user)
         present = getattr(inductor_config, _OPTION)

@@ -58,8 +58,8 @@ class ThreadState:
     def __init__(self) -> None:
         #: Identifies the thread's current step.
         self.sequence = next(_sequences)
-        #: Tensors packed in the step. It starts at 1 because the number is unknown if the ``Offload`` was closed during
-        #: the step; ``begin`` sets it to 0.
+        #: The number of tensors packed in the step; ``begin`` sets it to 0. It starts at 1, because it is unknown for a
+        #: step during which the ``Offload`` was closed.
         self.packed = 1
         self.queues: dict[SavedTensors, ResidentQueue] = {}
         self.steps: dict[SavedTensors, Step] = {}
@@ -117,7 +117,7 @@ class Hooks:
         self._min_bytes = config.size("min_bytes")
         #: Whether tensors that are saved outside of the modules of ``only`` are kept.
         self._is_limited = bool(config.only)
-        #: Whether inputs of checkpoints move first: with a budget, unless hidden copies alone are allowed.
+        #: Whether inputs of checkpoints move first: true with a budget, unless only hidden copies are allowed.
         self._sends_inputs_first = config.device_budget is not None and not config.is_free
         self._accounts = accounts
         self._offloaders = offloaders
@@ -239,7 +239,11 @@ class Hooks:
         return packed
 
     def last_table(self, device: torch.device | None) -> StepTable | None:
-        """Returns the table of the last step that matched one on ``device``; ``None``: on any device."""
+        """Returns the table that the last matching step followed, or ``None`` if no step has matched.
+
+        Args:
+            device: only steps of this device; ``None``: of any device.
+        """
         for saves in list(self._saves.values()):
             own = saves.device
             is_meant = device is None or (device.type == own.type and len({device.index, own.index} - {None}) < 2)
@@ -275,9 +279,9 @@ class Hooks:
         return handle
 
     def _share(self, tensor: Tensor, thread: ThreadState, packed_at: int | None) -> SavedView | None:
-        """Returns a handle that shares the offloaded storage of a small view, or ``None`` if the view is to be kept.
+        """Returns a handle that shares the saved storage of a small view; ``None``: the view has to be kept.
 
-        A kept view would keep the whole storage on the device.
+        A kept view would hold the whole storage on the device.
         """
         if marks.inside.has_to_stay(self._is_limited):
             return None
@@ -290,7 +294,7 @@ class Hooks:
 
 def _is_checkpoint_input() -> bool:
     """Returns whether ``torch_remat`` marks the tensor that is packed now as the input of a checkpoint."""
-    remat = sys.modules.get("torch_remat")  # never imported for this
+    remat = sys.modules.get("torch_remat")  # not imported only to ask
     if remat is None:
         return False
     try:

@@ -6,11 +6,11 @@ transfers: see ``DeviceOffloader.locked``.
 
 [Note: the peak of a step]
     an accelerator   has a peak counter, which the user may reset. If the counter has grown in a step, it is the step's
-                     peak; otherwise it is an upper bound. The memory in use is read as well (up to a millisecond)
-                     when backward ends. If the bound is too high to tell whether the budget was kept, it is also
-                     read once before, at an unpack that is one later in each step
-    a CPU            is read at each save and unpack of the first steps, at some of the later ones, when the context
-                     exits, and when backward ends
+                     peak; otherwise it is an upper bound. The memory in use is also read when backward ends, which
+                     takes up to a millisecond. If the bound is too high to show whether the budget was kept, this
+                     memory is read a second time, at an earlier unpack: one unpack later in each step
+    a CPU            has no peak counter. Its memory in use is read at each save and unpack of the first steps, at some
+                     of the later ones, when the context exits, and when backward ends
 Memory that is used between steps (e.g. by an optimizer) is not read: keeping fewer saved tensors would not change it.
 
 [Note: exposed time]
@@ -43,7 +43,8 @@ from eager_offload.errors import ConfigError
 from eager_offload.runtime.base import DeviceMemory, Moment
 from eager_offload.tiers.forking import Living
 
-#: A peak counter above this fraction of the budget that did not grow does not tell whether a step kept the budget.
+#: A peak counter that did not grow in a step and is above this fraction of the budget does not show whether the step
+#: kept the budget.
 _HIDING_PART = 0.96
 #: A CPU's memory is read at every save and unpack of the first 8 steps, and later at every 7th: an odd number, so that
 #: the reads move through the step.
@@ -71,7 +72,7 @@ class Reading:
     #: The most bytes that any read so far found in use; after the end, the step's peak, or 0 if it is unknown.
     peak: int = 0
     is_exact: bool = True
-    #: Saves that may be unpacked, and unpacks; ``is_over`` after the last unpack.
+    #: The number of saves that may be unpacked, and of unpacks; ``is_over``: whether the last one was unpacked.
     saves: int = 0
     unpacks: int = 0
     is_over: bool = False
@@ -119,9 +120,9 @@ class Readings:
         self.budget = None if config.device_budget is None else self._budget_of(config.device_budget)
         #: Whether the device has a peak counter.
         self._remembers = False if (memory := self._memory()) is None else memory.peak is not None
-        #: Saves and unpacks so far, and steps that were read.
+        #: The number of saves and unpacks so far, and of steps that were read.
         self._calls = self._steps = 0
-        #: Unpacks of the last step.
+        #: The number of unpacks of the last step, at most ``_ROUND``.
         self._unpacks = 1
         #: Whether the current step needs a read before its end.
         self._watches = False
@@ -211,12 +212,13 @@ class Readings:
             if thread is not None and thread is not queue:
                 one.others[id(queue)] = begun = one.others.get(id(queue), 0) + 1
                 if begun == 1:
-                    return None  # only at the second forward is the reading's thread assumed to have ended
+                    return None  # at this thread's second forward, the reading's thread is assumed to have ended
             elif one.log is not None:
                 closed = one
                 self._close(one, memory, now)
         if self._remembers and memory is not None:
-            # Also after a step without a last unpack, whose end was not read: the user may reset the counter.
+            # Also if the last unpack of the step before never came, so that its end was not read: the user may have
+            # reset the counter.
             self._watches = self._hides(memory) or not (closed is None or closed.is_over)
         self._open = Reading(weakref.ref(queue), memory, now, self._transfers.transfer_log.reader())
         return closed

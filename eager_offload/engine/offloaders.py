@@ -154,7 +154,7 @@ class Offloaders:
                 del self._offloaders[offloader.device]
 
     def release_freed(self) -> None:
-        """Has freed memory returned to the system if CPU tensors may move; acts once."""
+        """Applies ``release_freed_memory`` if CPU tensors may move. Only the first call acts."""
         if self._releases:
             return
         self._releases = True
@@ -211,9 +211,12 @@ class Offloaders:
                 tier.restart_peak()
 
     def close(self, forget: Callable[[], None]) -> None:
-        """Waits for all transfers and closes every tier. Offloaders and tiers are made again on demand. ``forget``:
-        makes callers look up their offloaders again. Called under the lock that guards the removal, so that no other
-        thread saves a tensor in between."""
+        """Waits for all transfers and closes every tier. Offloaders and tiers are made again on demand.
+
+        Args:
+            forget: makes callers look up their offloaders again. Called under the lock that guards the removal, so that
+                no other thread saves a tensor in between.
+        """
         for offloader in self.all():
             offloader.synchronize()
         with self._accounts.lock:

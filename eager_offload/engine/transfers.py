@@ -49,9 +49,9 @@ _NO_THREAD = (
 )
 
 
-#: Copies that a stream always has, of any size.
+#: The number of copies that a stream is always given, of any size.
 _ALWAYS = 2
-#: Time for which a stream is given further copies, in seconds.
+#: A stream is given further copies as long as the link carries them in this time, in seconds.
 _AHEAD_SECONDS = 1e-3
 #: Most bytes of further copies, as a part of the bytes that autograd would hold without offload. The device's peak may
 #: exceed that amount by this part, or by the bytes of the ``_ALWAYS`` copies.
@@ -198,7 +198,11 @@ class Transfers:
         self.accounts.fall_back(f"{first.name}_to_{tier.name}", message)
 
     def _note_no_room(self, nbytes: int, fallback: str | None = None) -> None:
-        """Counts, and warns once, that no tier has room; ``fallback`` is the warning's text on the bytes."""
+        """Counts, and warns once, that no tier has room.
+
+        Args:
+            fallback: the part of the warning on what becomes of the bytes; ``None``: they stay on the device.
+        """
 
         def message() -> str:
             names = " and ".join(tier.name for tier in self.tiers)
@@ -414,7 +418,7 @@ class Transfers:
     ) -> None:
         """Gives a copy to a transfer stream, as the last use of ``slot``, which is ``dst`` or ``src``.
 
-        Holds both ends: see [Note: keepalives]. Reports the failure of a copy out to its record; raises for a reload.
+        Holds both ends: see [Note: keepalives]. A copy out reports its failure to its record; a reload raises.
         """
         runtime, used, is_traced = self.runtime, slot.record, self.transfer_log.on_entry is not None
         keepalive = None if runtime.copies_hold_their_ends else (dst, src)
@@ -458,7 +462,7 @@ class Transfers:
         return None
 
     def complete(self, transfer: Transfer, failure: OffloadError | None) -> None:
-        """Completes a copy out (its event has passed, or later writers wait for it); a failed copy keeps its source."""
+        """Ends a copy out, whose event has passed or which later writers wait for; a failed copy keeps its source."""
         if self._out.pop(transfer, self) is self:
             return
         # See [Note: replaced memory].

@@ -1,8 +1,8 @@
 """Sentences on what limited a run and which setting to change, from the stats and the configuration.
 
-Offload exists to save memory, so the first sentence is about memory, and nothing is praised if memory did not fall.
-Shares of time are of the time since counting began, so a run with much other work gets less advice. Beside a plan, only
-settings are named that may be combined with one.
+Offload exists to save memory, so the first sentence is about memory, and a run whose memory did not fall gets no
+praise. Shares of time are relative to the time since counting began, so a run with much other work gets less advice.
+For a run by a plan, the sentences name only settings that may be combined with a plan.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BUSY = 0.4
 _MUCH = 0.10
 #: Reasons that no setting changes.
 _STAYS = (KeepReason.ALIVE, KeepReason.DEVICE, KeepReason.LAYOUT)
-#: A run moves everything in vain if no backward asks for this share of the offloaded bytes.
+#: A run moves everything in vain if no backward uses this share of the offloaded bytes.
 _ALL_UNUSED = 0.9
 #: A reason to stay explains why memory has not fallen from this share of a step's saves on.
 _EXPLAINS = 0.3
@@ -240,7 +240,11 @@ def _planned_waits(stats: OffloadStats) -> str:
 
 
 def _of_what_stays(stats: OffloadStats, config: OffloadConfig, said: KeepReason | None) -> Iterator[str]:
-    """Yields a sentence on each reason but ``said`` that no setting changes and that keeps many bytes."""
+    """Yields a sentence on each reason that no setting changes and that keeps many bytes.
+
+    Args:
+        said: the reason that the sentence on memory has named already.
+    """
     may_move = stats.saved_bytes - stats.kept_bytes.get("parameter", 0)
     for reason in _STAYS:
         nbytes = stats.kept_bytes.get(reason, 0)
@@ -276,7 +280,11 @@ def _of_unused_moves(stats: OffloadStats, config: OffloadConfig) -> Iterator[str
 
 
 def _knob_of_what_stays(stats: OffloadStats, config: OffloadConfig) -> str | None:
-    """Returns the setting that keeps more of the newest bytes; empty if each costs much, ``None`` if that is learnt."""
+    """Returns a sentence on the setting that keeps more of the last saved bytes.
+
+    It is empty if a larger window would hold most bytes of a step, and ``None`` if the library itself learns how many
+    bytes to keep.
+    """
     if config.is_free or 0 < stats.device_memory_peak <= stats.device_budget:
         return None
     if stats.plan is not None:

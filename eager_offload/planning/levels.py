@@ -31,7 +31,7 @@ class Value(NamedTuple):
     module: int
     made: int
     freed: int
-    """The operator at which forward drops it; of a value that autograd keeps alive, the same as ``end``."""
+    """The operator at which forward drops it; equal to ``end`` for a value that autograd keeps alive."""
     end: int
     storage: int
     """Index among the movable storages; -1 if it cannot move."""
@@ -127,7 +127,7 @@ Mixture: TypeAlias = Mapping[str, frozenset[int]]
 #: Prices that differ by at most this factor are merged; and the maximum number of levels, including those without
 #: recompute and with full recompute.
 _ALIKE, _MOST_LEVELS = 1.25, 8
-#: The fractions of the blocks that may have the level with more recompute, of two levels, as (part, whole).
+#: In a mixture of two levels: the fractions of the blocks at the level with more recompute, as (part, whole).
 _SHARES = ((1, 4), (2, 4), (3, 4))
 
 
@@ -277,8 +277,8 @@ class _Rewriter:
             with_policy.update(policed)
             again[run.unpacked_at] += [policed.get(op, self.old.ops[op]) for op in run.again]
         self.ops: list[Op] = []
-        #: By operator, its place in the derived step, and the start of the recompute in front of it. A value is made at
-        #: the first place of its operator, and freed at the second.
+        #: By operator, two places in the derived step: the operator's own, at which its values are made; and the start
+        #: of the recompute before it, or its own place without one, at which the values that it frees are freed.
         self._from, self._until = list[int](), list[int]()
         for op, one in enumerate((*self.old.ops, None)):
             self._until.append(len(self.ops))
@@ -405,7 +405,7 @@ class _Rewriter:
         new = self.new[number] = _New(value, freed, value.nbytes if is_kept else 0)
         if old is not None:
             new.moved_bytes, new.is_forced = max(old.moved_bytes, new.moved_bytes), old.is_forced
-        # If its own block saves it too, the recomputed copy is the one that lives to the end.
+        # If its own block saves it too, the recomputed copy lives to the end, and this one does not.
         is_last = all(self.run_of_save.get(save) is not self.maker.get(number, self) for save in self.saves_of[number])
         for save in saves:
             run = self.run_of_save.get(save)

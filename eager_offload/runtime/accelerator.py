@@ -34,9 +34,10 @@ from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, UnderW
 from eager_offload.tiers.pool import SlabSizes
 from eager_offload.torch_private.captures import graph_kind, is_capturing
 
-#: The priority of copy streams. torch hands streams out of a ring for each priority (32 streams on CUDA), so a program
-#: that makes many would get the copy streams among its own, and its compute would wait for copies. Programs use
-#: priority 0; FSDP and NCCL use -1. A high priority costs compute nothing: copy engines run copies, without kernels.
+#: The priority of copy streams. For each priority, torch returns the streams of a ring in turn (32 streams on CUDA). So
+#: a program that creates many streams of the same priority would also get the copy streams, and its compute would wait for
+#: copies. Programs use priority 0; FSDP and NCCL use -1. A high priority does not slow compute: copies run on copy
+#: engines, without kernels.
 _PRIORITY = -2
 #: The first 16 copies of a transfer stream are timed, then every 16th: timing a copy takes one more event.
 _TIMED = 16
@@ -193,7 +194,7 @@ class AcceleratorRuntime(Runtime):
             return 0.0
         assert isinstance(before, AcceleratorEvent)
         assert isinstance(after, AcceleratorEvent)
-        with suppress(OffloadError):  # a moment in a captured graph
+        with suppress(OffloadError):  # a moment in a captured graph has no time
             for moment in (after, before):
                 if not self.query(moment):
                     if not synchronize:
@@ -321,7 +322,7 @@ class AcceleratorRuntime(Runtime):
         assert self._indexed(device) == stream.device
         assert 0 <= layout.alignment_offset < ALIGNMENT
         with torch.inference_mode(False), self.enter(stream):
-            # Today's allocators return addresses that are multiples of 256; the second attempt is for any other.
+            # Known allocators return addresses that are multiples of 256; the second attempt is for other allocators.
             block = torch.empty(layout.nbytes + layout.alignment_offset, dtype=torch.uint8, device=stream.device)
             start = layout.alignment_offset
             if block.data_ptr() % ALIGNMENT != 0:
@@ -352,9 +353,9 @@ class AcceleratorRuntime(Runtime):
         return torch.device(device.type, torch.accelerator.current_device_index())
 
     def separate_stream(self, device: torch.device) -> torch.Stream:
-        """Returns the stream of ``device`` for captures, which is none of the transfer streams.
+        """Returns the stream of ``device`` for captures, which is not a transfer stream.
 
-        torch hands streams out of a ring: on a shared stream, copies of another thread would be captured.
+        torch returns the streams of a ring in turn: on a shared stream, copies of another thread would be captured.
         """
         device, streams = self._indexed(device), self._streams_of(device)
         with self._lock:
@@ -377,7 +378,7 @@ class AcceleratorRuntime(Runtime):
             return self._streams[device]
 
     def _new_streams(self, device: torch.device, count: int, priority: int = 0) -> list[torch.Stream]:
-        # All at once: CUDA hands streams out of a ring, and consecutive streams of a ring are distinct.
+        # All at once: torch returns the streams of a ring in turn, and consecutive streams are distinct.
         try:
             return [torch.Stream(device=device, priority=priority) for _ in range(count)]
         except RuntimeError as error:
