@@ -35,8 +35,8 @@ from eager_offload.tiers.pool import SlabSizes
 from eager_offload.torch_private.captures import graph_kind, is_capturing
 
 #: The priority of copy streams. For each priority, torch returns the streams of a ring in turn (32 streams on CUDA). So
-#: a program that creates many streams of the same priority would also get the copy streams, and its compute would wait for
-#: copies. Programs use priority 0; FSDP and NCCL use -1. A high priority does not slow compute: copies run on copy
+#: a program that creates many streams of the same priority would also get the copy streams, and its compute would wait
+#: for copies. Programs use priority 0; FSDP and NCCL use -1. A high priority does not slow compute: copies run on copy
 #: engines, without kernels.
 _PRIORITY = -2
 #: The first 16 copies of a transfer stream are timed, then every 16th: timing a copy takes one more event.
