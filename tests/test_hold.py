@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,18 +28,18 @@ class _Checkpoint(torch.autograd.Function):
     """A reentrant checkpoint, as engines have of their own, whose input is held."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], hold: Any, restore: Any) -> Tensor:
-        ctx.run, ctx.held, ctx.restore = run, hold(x), restore
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], hold: Callable[[Tensor], Any]) -> Tensor:
+        ctx.run, ctx.held = run, hold(x)
         with torch.no_grad():
             return run(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
-        x = ctx.restore(ctx.held).detach().requires_grad_()
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        x = ctx.held.restore().detach().requires_grad_()
         with torch.enable_grad():
             y = ctx.run(x)
         torch.autograd.backward(y, gradient)
-        return x.grad, None, None, None
+        return x.grad, None, None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -77,36 +79,83 @@ class _Plain:
         pass
 
 
-def _aside(held: Any) -> Tensor:
-    """Restores into a tensor of this stream's on another stream or thread, as engines do that have one for that."""
-    out = torch.empty(64, 64)
-    Streams().run(lambda: out.copy_(held.restore()), aside=True)
-    return out
+class _Storage:
+    """A backend of torchtitan's activation storage, by its protocol: ``put``, ``get`` into the caller's, ``free``."""
+
+    def __init__(self, hold: Callable[[Tensor], Any]) -> None:
+        self._hold = hold
+
+    def put(self, tensor: Tensor, stream: Streams | None) -> list[Any]:
+        return [self._hold(tensor)]  # its copy is ordered behind the current stream, and runs on one of its own
+
+    def get(self, payload: list[Any], out: Tensor, stream: Streams | None) -> None:
+        def fill() -> None:
+            out.copy_(payload[0].restore())
+
+        fill() if stream is None else stream.run(fill, aside=True)
+
+    def free(self, payload: list[Any]) -> None:
+        payload.clear()
 
 
-def _here(held: Any) -> Tensor:
-    return held.restore()  # type: ignore[no-any-return]
+@dataclass
+class _Saved:
+    tensor: Tensor | None
+    out: Callable[[], Tensor]
+    payload: list[Any] = field(default_factory=list)
 
 
-def _checkpointed(
-    x: Tensor, weight: Tensor, hold: Callable[[Tensor], Any], restore: Callable[[Any], Tensor] = _here
-) -> Tensor:
+class _Store:
+    """Puts what autograd saves into a backend once forward has ended, and gets it on a stream aside."""
+
+    def __init__(self, backend: _Storage) -> None:
+        self._backend, self._pending = backend, list[_Saved]()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        for saved in self._pending:
+            assert saved.tensor is not None
+            saved.payload, saved.tensor = self._backend.put(saved.tensor, None), None
+        self._pending.clear()
+
+    def _pack(self, tensor: Tensor) -> _Saved | Tensor:
+        is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        if tensor.is_leaf or not is_whole:
+            return tensor.detach()
+        self._pending.append(_Saved(tensor.detach(), partial(torch.empty, tensor.size(), device=tensor.device)))
+        return self._pending[-1]
+
+    def _unpack(self, saved: _Saved | Tensor) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        out = saved.out()
+        self._backend.get(saved.payload, out, Streams())
+        self._backend.free(saved.payload)
+        return out
+
+
+def _checkpointed(x: Tensor, weight: Tensor, hold: Callable[[Tensor], Any]) -> Tensor:
     for _ in range(4):
-        x = _Checkpoint.apply(x, lambda y: (y @ weight).tanh(), hold, restore)  # type: ignore[no-untyped-call]
+        x = _Checkpoint.apply(x, lambda y: (y @ weight).tanh(), hold)  # type: ignore[no-untyped-call]
     return x.square().sum()
-
-
-def _checkpointed_aside(x: Tensor, weight: Tensor, hold: Callable[[Tensor], Any]) -> Tensor:
-    return _checkpointed(x, weight, hold, _aside)
 
 
 def _chunked(x: Tensor, weight: Tensor, hold: Callable[[Tensor], Any]) -> Tensor:
     return _ChunkedLoss.apply((x @ weight).tanh(), weight, hold)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def _stored(x: Tensor, weight: Tensor, hold: Callable[[Tensor], Any]) -> Tensor:
+    with _Store(_Storage(hold)).forward():
+        for _ in range(4):
+            x = (x @ weight).tanh()
+        return x.square().sum()
+
+
 @pytest.mark.parametrize(
     ("program", "is_inside"),
-    [*itertools.product([_checkpointed, _chunked], [True, False]), (_checkpointed_aside, False)],
+    [*itertools.product([_checkpointed, _chunked], [True, False]), (_stored, False)],
     ids=lambda one: one.__name__ if callable(one) else "in a with" if one else "outside",
 )
 def test_functions_that_hold_their_tensors_have_the_same_gradients(
@@ -141,13 +190,21 @@ def test_functions_that_hold_their_tensors_have_the_same_gradients(
 
 def test_what_is_held_leaves_at_once_and_its_bytes_go_back(backend: Backend) -> None:
     offload = backend.offload()
+    storage, kept = _Storage(offload.hold), list[Tensor]()
     with torch.no_grad():  # so that no node is made, and the thread's sequence number stands still
-        held = [offload.hold(torch.full((N,), float(number)).t()) for number in range(4)]
-        assert offload.stats(synchronize=True).bytes_out == 4 * 4 * N
+        held = []
         for number in range(4):
-            for _ in range(2):
-                assert torch.equal(held[0].restore(), torch.full((N,), float(number)))
-            del held[0]
+            tensor = torch.full((N,), float(number)).t()
+            held.append(storage.put(tensor, None))
+            kept.append(tensor.clone())
+            del tensor
+        assert offload.stats(synchronize=True).bytes_out == 4 * 4 * N
+        for one, expected in zip(held, kept, strict=True):
+            out = torch.empty(N)
+            storage.get(one, out, None)
+            assert torch.equal(out, expected)
+            assert torch.equal(one[0].restore(), expected)  # again
+            storage.free(one)
     stats = offload.stats(synchronize=True)
     assert stats.offloaded_bytes == stats.reloaded_bytes + stats.forwarded_bytes + stats.released_bytes
     # Dropped without being restored.

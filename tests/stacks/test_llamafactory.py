@@ -16,8 +16,12 @@ def test_run_exp_takes_callbacks_of_transformers_own_class() -> None:
     spec = importlib.util.find_spec("llamafactory")
     assert spec is not None
     assert spec.origin is not None
-    source = (Path(spec.origin).parent / "train" / "tuner.py").read_text()
+    train = Path(spec.origin).parent / "train"
+    source = (train / "tuner.py").read_text()
     found = {one.name: one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.FunctionDef)}
     assert [one.arg for one in found["run_exp"].args.args] == ["args", "callbacks"]
     assert "from transformers import TrainerCallback" in source
     assert "run_sft(model_args, data_args, training_args, finetuning_args, generating_args, callbacks)" in source
+    inner = ast.parse((train / "sft" / "workflow.py").read_text())
+    calls = [one for one in ast.walk(inner) if isinstance(one, ast.Call) and "Trainer" in ast.unparse(one.func)]
+    assert [ast.unparse(each.value) for one in calls for each in one.keywords if each.arg == "callbacks"] == ["callbacks"]

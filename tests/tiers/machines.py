@@ -18,7 +18,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -356,11 +357,33 @@ def _live(node: Node, cell: int, environ: dict[str, str], pipe: Connection) -> N
         pipe.send(getattr(calls, name)(*arguments))
 
 
-# -- scenarios ---------------------------------------------------------------------------------------------------------
+# -- what launchers set ------------------------------------------------------------------------------------------------
+
+_RANKS = {"WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.7"}  # an address of no machine, for documentation
+#: The variables that a process finds, and the number of processes that it takes for those of this node where it has no
+#: ledger: two launched them here, and as many elsewhere.
+LAUNCHERS: dict[str, tuple[dict[str, str], int]] = {
+    "torchrun": ({**_RANKS, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "{}", "RANK": "{}"}, 2),
+    "srun": ({"SLURM_NTASKS": "4", "SLURM_LOCALID": "{}", "SLURM_PROCID": "{}"}, 1),
+    "srun, with the variables of torch": ({**_RANKS, "SLURM_NTASKS": "4", "SLURM_LOCALID": "{}", "RANK": "{}"}, 4),
+    "mpirun of Open MPI": ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4"}, 2),
+    "mpirun of MPICH": ({"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "{}", "PMI_SIZE": "4", "PMI_RANK": "{}"}, 2),
+    "Ray Train": ({**_RANKS, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "{}", "NODE_RANK": "0", "RANK": "{}"}, 2),
+    "verl": ({**_RANKS, "RAY_LOCAL_WORLD_SIZE": "2", "RAY_LOCAL_RANK": "{}", "RANK": "{}", "WG_PREFIX": "a"}, 2),
+    "PyTorchJob": ({**_RANKS, "PET_NNODES": "2", "RANK": "{}"}, 4),
+    "accelerate": ({**_RANKS, "LOCAL_WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no", "RANK": "{}"}, 2),
+    "deepspeed": ({**_RANKS, "LOCAL_SIZE": "2", "LOCAL_RANK": "{}", "CROSS_RANK": "0", "RANK": "{}"}, 4),
+    "Horovod": ({"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_LOCAL_RANK": "{}"}, 2),
+    "nothing": ({}, 1),
+}
 
 
-def two_processes_share_one_ledger(node: Node) -> None:
-    with node.process() as one, node.process() as other:
+def launched(node: Node, name: str, rank: int) -> AbstractContextManager[Process]:
+    return node.process({key: value.format(rank) for key, value in LAUNCHERS[name][0].items()})
+
+
+def two_processes_share_one_ledger(node: Node, name: str) -> None:
+    with launched(node, name, 0) as one, launched(node, name, 1) as other:
         assert one.take(48) == 48, "no other takes any"
         assert one.has_ledger()
         assert len(node.files) == 1
@@ -370,16 +393,18 @@ def two_processes_share_one_ledger(node: Node) -> None:
     assert node.files == []
 
 
-def without_a_ledger_each_has_its_share(node: Node) -> None:
+def without_a_ledger_each_has_its_share(node: Node, name: str) -> None:
     node.ledgers.rmdir()
-    guess = {"WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.7"}  # an address of no machine, for documentation
-    for environ, mebibytes, told in (({}, 64, 0), ({**guess, "LOCAL_WORLD_SIZE": "2"}, 42, 0), (guess, 25, 1)):
-        with node.process(environ) as one:
-            assert one.take(100) == mebibytes, "as if the others had as much"
-            assert not one.has_ledger()
-            said = one.warned()
-            assert len(said) == told, said
-            assert all("how many of the 4 processes of this run are on this node" in text for text in said)
+    ranks = LAUNCHERS[name][1]
+    with launched(node, name, 0) as one:
+        assert one.take(100) == {1: 64, 2: 42, 4: 25}[ranks], "as if the others had as much"
+        assert not one.has_ledger()
+        told = one.warned()
+        assert len(told) == (ranks == 4), told
+        assert all("how many of the 4 processes of this run are on this node" in text for text in told)
+
+
+# -- other scenarios ---------------------------------------------------------------------------------------------------
 
 
 def tasks_of_one_job(node: Node) -> None:
@@ -555,23 +580,25 @@ def files_of_others(node: Node) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Node], None]] = {
-    one.__name__: one
-    for one in (
-        two_processes_share_one_ledger,
-        without_a_ledger_each_has_its_share,
-        tasks_of_one_job,
-        eight_of_which_one_is_killed,
-        one_is_killed_while_it_has_the_lock,
-        one_is_stopped_while_it_has_the_lock,
-        what_a_signal_handler_raises_is_the_users,
-        what_one_does_not_use_for_a_while_another_gets,
-        one_that_is_closed_keeps_nothing_for_itself,
-        one_forks,
-        what_one_needs_no_more_another_gets,
-        one_that_needs_little_keeps_little_from_others,
-        what_the_dead_have_left_goes,
-        files_of_others,
-    )
+    **{f"{name}: one ledger": partial(two_processes_share_one_ledger, name=name) for name in LAUNCHERS},
+    **{f"{name}: no ledger": partial(without_a_ledger_each_has_its_share, name=name) for name in LAUNCHERS},
+    **{
+        one.__name__: one
+        for one in (
+            tasks_of_one_job,
+            eight_of_which_one_is_killed,
+            one_is_killed_while_it_has_the_lock,
+            one_is_stopped_while_it_has_the_lock,
+            what_a_signal_handler_raises_is_the_users,
+            what_one_does_not_use_for_a_while_another_gets,
+            one_that_is_closed_keeps_nothing_for_itself,
+            one_forks,
+            what_one_needs_no_more_another_gets,
+            one_that_needs_little_keeps_little_from_others,
+            what_the_dead_have_left_goes,
+            files_of_others,
+        )
+    },
 }
 
 

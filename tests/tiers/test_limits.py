@@ -21,7 +21,7 @@ from eager_offload.tiers.limits import (
     ranks_here,
 )
 from tests.processes import printed_by
-from tests.tiers.machines import GIB, MIB, FakeMachine
+from tests.tiers.machines import GIB, LAUNCHERS, MIB, FakeMachine
 
 
 @pytest.fixture
@@ -61,18 +61,14 @@ def test_what_keeps_memory_from_being_pinned_has_a_name(
 @pytest.mark.parametrize(
     ("environ", "ranks"),
     [
-        ({}, 1),
+        *LAUNCHERS.values(),
         ({"LOCAL_WORLD_SIZE": "8"}, 8),
         ({"RAY_LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16", "MASTER_ADDR": "192.0.2.7"}, 8),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
         ({"MPI_LOCALNRANKS": "6", "PMI_SIZE": "12"}, 6),
-        ({"SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}, 1),
-        ({"SLURM_NTASKS": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.7"}, 4),
-        ({"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2"}, 2),
         ({"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "4"}, 4),
         ({"MASTER_ADDR": "Localhost", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2),
         ({"MASTER_ADDR": "localhost"}, 1),
-        ({"MASTER_ADDR": "192.0.2.7", "WORLD_SIZE": "4"}, 4),  # an address of no machine, for documentation
         ({"WORLD_SIZE": "4"}, 4),
         ({"WORLD_SIZE": "1"}, 1),
         ({"WORLD_SIZE": "many"}, 1),
