@@ -37,15 +37,14 @@ class KeepReason(StrEnum):
 
 @dataclass(frozen=True)
 class PlanOutcome:
-    """The predictions of a plan beside the measurements; sizes in bytes, times in seconds."""
+    """The predictions of a plan, and the measurements; sizes in bytes, times in seconds."""
 
     predicted_peak_bytes: int
-    """The most memory of the device that a step takes."""
+    """The peak memory of a step on the device."""
     predicted_step_seconds: float
-    """Forward and backward."""
+    """The time of forward and backward."""
     peak_bytes: int | None = None
-    """The most memory that the device's allocator had handed out in a step; ``None`` on a CPU, and if it had handed out
-    more before."""
+    """The highest peak of the device's allocator in a step; ``None`` on a CPU, and if an earlier peak was higher."""
     step_seconds: float | None = None
     """The median of the last steps, by the clock of the device: from the entry of the ``with`` until backward unpacks
     the last tensor. ``None`` before the first step is over, and on a device without timing events."""
@@ -76,15 +75,15 @@ class PlanPredictions(Protocol):
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory of the device that a step takes."""
+        """The peak memory of a step on the device."""
 
     @property
     def step_seconds(self) -> float:
-        """Forward and backward."""
+        """The time of forward and backward."""
 
     @property
     def relief(self) -> Relief | None:
-        """The least larger budget with which compute waits little; ``None`` if there is none. May take seconds."""
+        """The smallest larger budget with which compute hardly waits, or ``None``. May take seconds."""
 
 
 #: Fields of the stats that do not add up from step to step.
@@ -124,30 +123,30 @@ class OffloadStats:
     failed_bytes: int = 0
     """Offloaded bytes of forwards that an exception ended, so that no backward followed."""
     bytes_out: int = 0
-    """Bytes that left the device: a storage once, whatever its views."""
+    """Bytes that left the device; a storage counts once for all of its views."""
     bytes_in: int = 0
     """Bytes that came back."""
     stall_seconds: float = 0.0
-    """Time that compute has waited for transfers, and for the system to give memory to a tier. On an accelerator the
-    events of the compute stream tell it, for waits that the device has passed: ``stats(synchronize=True)`` counts all.
-    Waits of captured graphs are left out; it is 0 on a device whose events do not tell the time."""
+    """Time that compute waited for transfers, and for the system to give memory to a tier. On an accelerator, events of
+    the compute stream measure it, for waits that the device has passed; ``stats(synchronize=True)`` counts all waits.
+    Waits of captured graphs are not counted; 0 on a device whose events do not tell the time."""
     window_stall_seconds: float = 0.0
     """The part of ``stall_seconds`` that was for room in the in-flight window."""
     host_wait_seconds: float = 0.0
-    """Time that the host has waited for the same. On a CPU, which computes itself, that is ``stall_seconds``. On an
-    accelerator it costs nothing while compute, which the host runs ahead of, has work."""
+    """Time that the host waited for the same. On a CPU the host computes, so it equals ``stall_seconds``. On an
+    accelerator it costs nothing as long as compute has queued work."""
     processor_seconds: float = 0.0
-    """Time of one processor core that finished copies took; 0 if the device copies. On a CPU device compute may have
-    lacked these cores, which is in no stall: a step may take longer although it hardly waits."""
+    """Processor time of finished copies, in seconds of one core; 0 if the device copies. On a CPU device compute may
+    have lacked these cores: a step may take longer although ``stall_seconds`` hardly grows."""
     out_seconds: float = 0.0
-    """Time in which bytes travelled out. On an accelerator some copies are timed, and the others counted at their rate;
-    0 on a device that does not tell the time."""
+    """Time of copies out. On an accelerator only some copies are timed, and the rest is estimated from their rate; 0 on
+    a device that does not tell the time."""
     in_seconds: float = 0.0
-    """Time in which bytes travelled back, likewise."""
+    """Time of copies back, measured in the same way."""
     inflight_bytes_peak: int = 0
     """Most bytes on their way out at one time."""
     resident_bytes_peak: int = 0
-    """Most bytes that the library held on the device at one time: newest, on their way out, brought back early."""
+    """Most bytes that the library held on the device at one time: last saved, in flight, or prefetched."""
     device_bytes_peak: int = 0
     """Most bytes of saved tensors on the device at one time. Each storage counts whole and once until it is freed, even
     if the program holds it too; reloaded copies count as well. Parameters, which are there anyway, and storages below
@@ -169,43 +168,43 @@ class OffloadStats:
     peak was above ``device_budget``, or that of a plan) and others."""
     foreign_hooks: int = 0
     """Other saved-tensor hooks that were entered inside this context and hide saves from it. Not counted: hooks that
-    hand their tensors on to those of the context, and hooks of a checkpoint."""
+    pass their tensors on to the context's hooks, and hooks of a checkpoint."""
     table_forwards: int = 0
     """Forwards that followed a step table from their first save on."""
     table_misses: dict[str, int] = field(default_factory=dict)
-    """How many of them went on as unknown steps, by the difference from all tables: ``size``, ``share``,
-    ``requires_grad``, ``more`` or ``fewer`` saves, or the ``order`` of backward."""
+    """The number of these forwards that continued as unknown steps, by the difference from all tables: ``size``,
+    ``share``, ``requires_grad``, ``more`` or ``fewer`` saves, or the ``order`` of backward."""
     plan: PlanOutcome | None = None
-    """The predictions of the plan of :func:`eager_offload.plan` that was given, beside the measurements."""
+    """The predictions of the given plan (see :func:`eager_offload.plan`), and the measurements."""
     device_budget: int = 0
-    """Bytes of the device that training may take, worked out from the setting ``device_budget``; 0 without a bound.
-    This and ``keep_last_bytes`` are of the device that was used last."""
+    """Bytes of the device that training may take, from the setting ``device_budget``; 0 without a bound. This and
+    ``keep_last_bytes`` are of the device that was used last."""
     device_memory_peak: int = 0
-    """Most bytes of the device in use, whatever allocated them, as measured under such a budget."""
+    """Peak memory in use on the device, by any allocation, measured with a ``device_budget``."""
     max_inflight_bytes: int = 0
     """The in-flight window in force, given or ``"auto"``; 0 before the first save. This and ``prefetch_bytes`` are of
     the device, or the compiled graph, that was used last."""
     prefetch_bytes: int = 0
-    """The prefetch window in force, likewise."""
+    """The prefetch window in force; 0 before the first save."""
     keep_last_bytes: int = 0
     """Bytes of the last known step that stayed because of ``device_budget`` or ``policy="free"``."""
     slowdown: float = 0.0
-    """The time that compute waited for transfers in the last step in which ``policy="free"`` had decided, by the
-    device's own clock, divided by the time of a step without offload."""
+    """The time that compute waited for transfers in the last step that ``policy="free"`` decided, by the device's
+    clock, divided by the time of the step without these waits."""
     compiled_regions: int = 0
     """Runs of forward graphs of compiled code that move something."""
     compiled_graphs: int = 0
-    """How many graphs those were."""
+    """The number of these graphs."""
     keeps_freed_memory: bool = False
     """Whether CPU tensors moved in a process whose C library keeps freed memory; see ``release_freed_memory``."""
     releases_freed_memory: bool = False
     """Whether CPU tensors moved in a process in which an ``Offload`` has freed memory go back to the system."""
     step_memory_peak: int | None = field(default=None, compare=False)
-    """Most bytes in use in the last step, whatever allocated them, measured when its backward was over: on a CPU
-    resident memory of the process, read after each copy; on an accelerator the highest peak that its allocator
-    remembers. ``None`` if nothing moved or the device does not report it."""
+    """Peak memory in use in the last step, by any allocation, read when backward ended: on a CPU the resident memory of
+    the process, read after each copy; on an accelerator the allocator's peak counter. ``None`` if nothing moved or the
+    device does not report it."""
     copies_within_host: bool = False
-    """Whether CPU tensors went to a tier in host memory, which is the device itself: that frees nothing."""
+    """Whether CPU tensors were copied to a tier in host memory, which frees nothing."""
     failed_forwards: int = 0
     """Outermost contexts that an error has ended."""
     empty_forwards: int = 0
@@ -266,7 +265,7 @@ class OffloadStats:
         return type(self)._describe(self, self._config)
 
 
-#: Handles of storages that have died, at most, before they are taken out of the count.
+#: Most dead handles that are not yet taken out of the count.
 _MOST_DROPPED = 256
 
 
@@ -284,23 +283,23 @@ class LiveBytes:
     """The bytes of saved tensors that are alive, for the peaks. Callers hold the accounts' lock.
 
     [Note: distinct storages]
-    Autograd holds a storage whole for as long as it holds a view of it, and a storage that the program holds too is on
-    the device whatever becomes of its saved tensors. So each storage counts once, with all of its bytes: without
-    offload from its first handle to its last one, and on the device for as long as it lives besides. A weak reference
-    tells when it dies; its callback only appends to a deque, see [Note: finalizers] in ``tiers/forking.py``.
+    Autograd holds a whole storage as long as it holds a view of it, and a storage that the program also holds stays on
+    the device, even if its saved tensors move. So each storage counts once, with all of its bytes: as bytes without
+    offload, from its first handle to its last one; as bytes on the device, as long as it lives. A weak reference
+    reports its death; the callback only appends to a deque, see [Note: finalizers] in ``tiers/forking.py``.
 
-    It outlives the counters, which ``reset_stats()`` replaces within a step.
+    This object outlives the counters, which ``reset_stats()`` replaces within a step.
     """
 
     def __init__(self) -> None:
-        #: Bytes that autograd would hold on the device without offload, and bytes that are there: of those storages,
-        #: and of copies of their bytes that the library holds.
+        #: Bytes that autograd would hold on the device without offload; and bytes on the device, of these storages and
+        #: of copies of their bytes that the library holds.
         self.without_offload = 0
         self.on_device = 0
-        #: Storages that are alive, or whose end was not noticed yet.
+        #: Storages that are alive, or whose death was not noticed yet.
         self._storages: dict[int, LiveStorage] = {}
         self._gone: deque[LiveStorage] = deque()
-        #: Those of handles that have died, once for each.
+        #: The storages of dead handles, once for each handle.
         self.dropped: deque[LiveStorage] = deque()
         self._records: set[_KeptRecord] = set()
         self._finalized: deque[_KeptRecord] = deque()
