@@ -120,11 +120,11 @@ class Check:
 
     def _error(self, what: str) -> OffloadError:
         return OffloadError(
-            f"module {self._name!r} differs when recomputed in backward: {what}. Its gradients "
-            "would be wrong, and were not computed; those of later modules are there and right, so call "
-            "optimizer.zero_grad() before you go on. The module depends on something that has changed meanwhile: a "
-            "counter, a cache, an iterator or a generator of random numbers of its own, or an argument that is no "
-            f'tensor. Leave it out by eo.plan(..., config={{"skip": [{self._name!r}]}}), or plan without recompute'
+            f"module {self._name!r} differs when recomputed in backward: {what}. Its gradients would be wrong, and "
+            "were not computed; the gradients of later modules are set and correct, so call optimizer.zero_grad() "
+            "before you continue. The module depends on something that has changed since forward: a counter, a cache, "
+            "an iterator or a generator of random numbers of its own, or an argument that is not a tensor. Leave it "
+            f'out by eo.plan(..., config={{"skip": [{self._name!r}]}}), or plan without recompute'
         )
 
 
