@@ -1,4 +1,4 @@
-"""Builds the environments of ``environments.toml`` that are not there yet, and runs the tests of each.
+"""Builds the environments of ``environments.toml`` that are not there yet, and runs and times the tests of each.
 
 make stacks                                   all of them
 python -m tests.stacks huggingface -k swift   one of them or more, and then arguments for pytest
@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from itertools import takewhile
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
 GROUPS: dict[str, Any] = tomllib.loads((_HERE / "environments.toml").read_text())
+#: That the tests of all groups may take together, on 2 quiet cores.
+SECONDS = 900
 
 
 def environment(name: str) -> Path:
@@ -42,12 +45,19 @@ def environment(name: str) -> Path:
 def main(arguments: list[str]) -> int:
     names = list(takewhile(GROUPS.__contains__, arguments))
     options = arguments[len(names) :]
-    failed = 0
+    failed, took = 0, dict[str, float]()
     for name in names or GROUPS:
         files = [f"tests/stacks/{file}" for file in GROUPS[name]["tests"]]
         command = [environment(name), "-m", "pytest", *files, *options]
         own = {"TESTS_STACK": name, "TRITON_INTERPRET": "1"}  # Triton's kernels, Liger's for one, run on a CPU then
+        start = time.monotonic()
         failed |= subprocess.run(command, cwd=_ROOT, env=os.environ | own, check=False).returncode
+        took[name] = time.monotonic() - start
+    total = sum(took.values())
+    print(*(f"{name:12} {seconds:5.0f} s" for name, seconds in [*took.items(), ("together", total)]), sep="\n")
+    if total > SECONDS:
+        print(f"The tests took {total:.0f} s together; they may take {SECONDS} s. Installation is not counted.")
+        failed |= 1
     return failed
 
 

@@ -23,5 +23,6 @@ def test_run_exp_takes_callbacks_of_transformers_own_class() -> None:
     assert "from transformers import TrainerCallback" in source
     assert "run_sft(model_args, data_args, training_args, finetuning_args, generating_args, callbacks)" in source
     inner = ast.parse((train / "sft" / "workflow.py").read_text())
-    calls = [one for one in ast.walk(inner) if isinstance(one, ast.Call) and "Trainer" in ast.unparse(one.func)]
-    assert [ast.unparse(each.value) for one in calls for each in one.keywords if each.arg == "callbacks"] == ["callbacks"]
+    made = [one for one in ast.walk(inner) if isinstance(one, ast.Call) and "Trainer" in ast.unparse(one.func)]
+    given = [ast.unparse(each.value) for one in made for each in one.keywords if each.arg == "callbacks"]
+    assert given == ["callbacks"]

@@ -1,5 +1,5 @@
 """torchtitan's debug Llama, with its selective checkpoints, and ``OffloadTrainer``: parameters after 4 steps are equal,
-on 1, 2 and 4 gloo ranks."""
+on 1, 2 and 4 gloo ranks; nothing is offloaded in validation."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ def test_parameters_are_equal_and_bytes_move(ranks: int, degrees: tuple[str, ...
         digest, out, back = found["offload", rank]
         assert found["plain", rank] == [digest, "0", "0"]
         assert int(out) > 0 < int(back)
+    if ranks == 1:
+        ((in_validation, in_training),) = re.findall(r"SAVED offload (\d+) (\d+)\n", printed)
+        assert int(in_training) > int(in_validation) == 0
 
 
 def test_cuda_graphs_are_refused_by_the_name_of_their_switch() -> None:

@@ -37,9 +37,14 @@ class _Adapted(nn.Module):
 
 
 def _bitsandbytes() -> tuple[nn.Module, dict[str, Tensor]]:
+    """QLoRA: PEFT's own layer around those that are quantized."""
     kind, options = _of("bitsandbytes").nn.Linear4bit, {"compute_dtype": torch.float32, "quant_type": "nf4"}
+    peft = _of("peft")
     layers = nn.Sequential(kind(64, 64, **options), nn.Tanh(), kind(64, 64, **options)).to("cpu")  # which quantizes
-    return _Adapted(layers), {"x": torch.randn(128, 64)}
+    layers.is_loaded_in_4bit = True  # as transformers marks a model
+    model = peft.get_peft_model(layers, peft.LoraConfig(target_modules=["0", "2"], init_lora_weights=False))
+    assert isinstance(model.base_model.model[2], peft.tuners.lora.Linear4bit)
+    return model, {"input": torch.randn(1, 128, 64)}
 
 
 def _torchao() -> tuple[nn.Module, dict[str, Tensor]]:

@@ -57,6 +57,7 @@ for _kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti)
 
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import Validator
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import utils
 from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -86,7 +87,7 @@ class Words(BaseTokenizer):
 class Tokens(BaseDataLoader):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        pass
+        infinite: bool = True
 
     def __init__(self, config: Config, *, dp_rank: int, local_batch_size: int, seq_len: int, **_: Any) -> None:
         self._size, self._made = (local_batch_size, seq_len + 1), torch.Generator().manual_seed(dp_rank)
@@ -124,6 +125,7 @@ def train(rank: int, way: str, port: int, ranks: int, degrees: tuple[str, ...]) 
     for name, _, degree in (one.partition("=") for one in degrees):
         setattr(config.parallelism, name, int(degree))
     config.offload = type(config.offload)(enabled=way != "plain", tier="host", min_bytes=4096, keep_last_bytes=0)
+    config.validator = Validator.Config(enable=ranks == 1, steps=1, dataloader=Tokens.Config())
     trainer = config.build()
     for one in [each for part in trainer.model_parts for each in part.modules() if isinstance(each, FSDPModule)]:
         one.set_force_sum_reduction_for_comms(True)  # gloo takes no factor
@@ -135,6 +137,13 @@ def train(rank: int, way: str, port: int, ranks: int, degrees: tuple[str, ...]) 
             digest.update(local.detach().contiguous().view(torch.uint8).numpy().tobytes())
     stats = trainer.offload.stats(synchronize=True)
     sys.stdout.write(f"DIGEST {way} {rank} {digest.hexdigest()} {stats.bytes_out} {stats.bytes_in}\n")
+    if ranks == 1:
+        (model,), saved = trainer.model_parts, [stats.saved_tensors]
+        for context in (trainer.validator.validation_context, trainer.train_context):
+            with context():  # with gradients: without them, as titan validates, nothing is saved in any case
+                model(torch.zeros(2, 128, dtype=torch.long))
+            saved.append(trainer.offload.stats().saved_tensors)
+        sys.stdout.write(f"SAVED {way} {saved[1] - saved[0]} {saved[2] - saved[1]}\n")
     sys.stdout.flush()
     trainer.close()
     torch.distributed.destroy_process_group()
