@@ -317,7 +317,7 @@ def test_a_slot_is_not_free_while_a_write_goes_on_that_a_stream_alone_waits_for(
         sent = ops.bytes_of(host)
         assert sent is not None
         assert sent.slot is not None
-        assert any(not fence.passed() for fence in sent.slot.fences)
+        assert any(not fence.passed() for fence in sent.slot.record.fences)
         assert torch.equal(back(host, True), x)
         del sent, host
     assert offload.stats(synchronize=True).bytes_out == x.nbytes
